@@ -1,0 +1,531 @@
+"""A group of ranks on one mesh axis, and the collectives they run together.
+
+`Communicator` keeps compiled programs, runs them one after the other, and counts what they moved.
+The engine starts a collective, advances it between ops and waits for it; anyone else just calls
+`all_reduce` and friends. The rings are in `collectives.py`, their tables in `layouts/steps.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpisim.comm.collectives import Program, compile_program
+from mpisim.comm.transport import Message, Transport
+from mpisim.errors import CommError
+from mpisim.layouts.chunks import chunk_bounds
+from mpisim.layouts.steps import (
+    ALGORITHMS,
+    StepTable,
+    all_gather_table,
+    all_reduce_table,
+    gather_table,
+    reduce_scatter_table,
+)
+from mpisim.trace.recorder import SPILL_STAMPS, Recorder
+
+CACHED_PROGRAMS = 256
+"""Programs kept per communicator; the least recently used one is freed beyond this."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank has moved, exact counts."""
+
+    sent_messages: int = 0
+    sent_bytes: int = 0
+    received_messages: int = 0
+    received_bytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        """Add field by field."""
+        return Traffic(
+            self.sent_messages + other.sent_messages,
+            self.sent_bytes + other.sent_bytes,
+            self.received_messages + other.received_messages,
+            self.received_bytes + other.received_bytes,
+        )
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        """Subtract field by field."""
+        return Traffic(
+            self.sent_messages - other.sent_messages,
+            self.sent_bytes - other.sent_bytes,
+            self.received_messages - other.received_messages,
+            self.received_bytes - other.received_bytes,
+        )
+
+
+class Communicator:
+    """One group of ranks and its queue of collectives.
+
+    Parameters
+    ----------
+    transport : Transport
+    ranks : tuple of int
+        World ranks of the group, in group order; `index` is this rank's place in it.
+    axis : str
+        Mesh axis, such as ``dp``; names the group in traces and byte tables.
+    channel : int
+        Message channel; groups whose messages may be in flight together need different ones.
+    recorder : Recorder or None
+        Where stamps go.
+    algorithm : str
+        All-reduce algorithm, one of `mpisim.layouts.steps.ALGORITHMS`.
+
+    Notes
+    -----
+    Every rank of the group calls the same collectives in the same order with the same counts and
+    dtypes. Collectives of one communicator run one after the other, so they share one piece of
+    scratch and the order of messages between two ranks is the order of the calls. Buffers stay
+    referenced by the compiled programs (the last `CACHED_PROGRAMS` distinct ones).
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        ranks: tuple[int, ...] | None = None,
+        *,
+        axis: str = "dp",
+        channel: int = 1,
+        recorder: Recorder | None = None,
+        algorithm: str = "auto",
+    ) -> None:
+        self.transport = transport
+        self.ranks = tuple(range(transport.size)) if ranks is None else tuple(ranks)
+        if transport.rank not in self.ranks:
+            raise ValueError(
+                f"group must contain this rank; got ranks {self.ranks} on rank {transport.rank}."
+            )
+        if algorithm not in ALGORITHMS:
+            raise ValueError(
+                f"comm.algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}."
+            )
+        self.index = self.ranks.index(transport.rank)
+        self.size = len(self.ranks)
+        self.axis, self.channel, self.algorithm = axis, channel, algorithm
+        self._recorder = recorder if recorder is not None and recorder.enabled else None
+        self._clock = recorder.clock if recorder is not None else time.perf_counter
+        self._all_reduces: OrderedDict[int, Program] = OrderedDict()
+        self._others: OrderedDict[tuple, Program] = OrderedDict()
+        self._queue: deque[Program] = deque()
+        self._scratch = np.empty(0, dtype=np.uint8)
+        self._retired: Counter[str] = Counter()
+        self._retired_traffic: dict[str, Traffic] = {}
+        self._polls = transport.polls_per_pause
+        self.neighbours: list[Communicator] = []
+        """Communicators whose started collectives a blocked wait here keeps advancing."""
+
+    # Collectives -------------------------------------------------------------------------
+
+    def all_reduce(self, x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Sum `x` over the group; every rank ends with the same bits.
+
+        Parameters
+        ----------
+        x : ndarray of shape (n,), any wire dtype
+            This rank's addend. Overwritten when `out` is None, else not modified.
+        out : ndarray of shape (n,), same dtype, optional
+            Receives the sum.
+
+        Returns
+        -------
+        ndarray
+            `out`, or `x`.
+
+        Raises
+        ------
+        MessageMismatch, CommTimeout, PeerLost
+            See `mpisim.errors`.
+
+        Notes
+        -----
+        Collective: every rank calls it with the same n and dtype. Messages and bytes: the step
+        table (`mpisim.layouts.steps.all_reduce_table`). Memory: the group's scratch, at most two
+        chunks up to 2 MiB and two 256 KiB segments above. The order of additions is fixed by the
+        table, the same on every run; 16-bit values are added in float32 and rounded once a hop.
+        """
+        if out is not None:
+            np.copyto(out, x)
+            x = out
+        program = self._all_reduces.get(id(x))
+        if program is None or program.buffers[0] is not x:
+            program = self.prepare_all_reduce(x)
+        if self._queue:
+            self.start(program)
+            self.wait(program)
+        else:
+            self._run(program)
+        return x
+
+    def prepare_all_reduce(self, x: np.ndarray, label: str = "") -> Program:
+        """Compile the in-place all-reduce of `x`, or return the one compiled before."""
+        program = self._all_reduces.get(id(x))
+        if program is not None and program.buffers[0] is x:
+            self._all_reduces.move_to_end(id(x))
+            return program
+        _check_vector(x)
+        table = all_reduce_table(x.size, self.size, x.itemsize, self.algorithm)
+        program = self._compile(table, x, None, label)
+        self._all_reduces[id(x)] = program
+        self._evict(self._all_reduces)
+        return program
+
+    def reduce_scatter(self, x: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Sum `x` over the group and keep this rank's chunk.
+
+        Parameters
+        ----------
+        x : ndarray of shape (n,), any wire dtype
+            This rank's addend. Not modified.
+        out : ndarray of shape (chunk_len(n, size, index),), same dtype
+            Receives the chunk. It must not overlap `x`, unless it is this rank's chunk of `x`.
+
+        Returns
+        -------
+        ndarray
+            `out`.
+
+        Notes
+        -----
+        Collective. Messages: size - 1 times the segments of the table. Memory: up to two chunks
+        of scratch, none on two ranks.
+        """
+        table = reduce_scatter_table(x.size, self.size, x.itemsize)
+        _check_vector(x)
+        _check_out(out, x.dtype, table.bounds[self.index + 1] - table.bounds[self.index])
+        self._run_cached(("reduce_scatter", id(x), id(out)), table, x, out)
+        return out
+
+    def all_gather(
+        self, x: np.ndarray, out: np.ndarray, bounds: tuple[int, ...] | None = None
+    ) -> np.ndarray:
+        """Collect every rank's chunk on every rank.
+
+        Parameters
+        ----------
+        x : ndarray of shape (bounds[index + 1] - bounds[index],)
+            This rank's chunk; may be that very part of `out`. Not modified.
+        out : ndarray of shape (n,), same dtype
+            Receives the chunks, in rank order.
+        bounds : tuple of int, length size + 1, optional
+            Chunk offsets; the default is `chunk_bounds(n, size)`.
+
+        Returns
+        -------
+        ndarray
+            `out`.
+
+        Notes
+        -----
+        Collective. Messages: size - 1 times the segments of the table. Memory: none.
+        """
+        bounds = chunk_bounds(out.size, self.size) if bounds is None else tuple(bounds)
+        if len(bounds) != self.size + 1 or bounds[0] != 0 or list(bounds) != sorted(bounds):
+            raise ValueError(
+                f"bounds must be {self.size + 1} non-decreasing offsets from 0; got {bounds}."
+            )
+        _check_vector(x)
+        _check_out(x, out.dtype, bounds[self.index + 1] - bounds[self.index])
+        _check_out(out, x.dtype, bounds[-1])
+        table = all_gather_table(bounds, out.itemsize)
+        self._run_cached(("all_gather", id(x), id(out), bounds), table, x, out)
+        return out
+
+    def gather(self, x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray | None:
+        """Collect every rank's `x` on group index 0.
+
+        Parameters
+        ----------
+        x : ndarray of shape (n,)
+            This rank's part. Not modified.
+        out : ndarray of shape (size * n,), same dtype, or None
+            Needed on index 0, ignored elsewhere.
+
+        Returns
+        -------
+        ndarray or None
+            `out` on index 0.
+
+        Notes
+        -----
+        Collective. Messages: one from every rank but index 0.
+        """
+        _check_vector(x)
+        table = gather_table(x.size, self.size)
+        if self.index == 0:
+            if out is None:
+                raise ValueError("out must be given on group index 0; got None.")
+            _check_out(out, x.dtype, x.size * self.size)
+        else:
+            out = None
+        self._run_cached(("gather", id(x), id(out)), table, x, out)
+        return out
+
+    # Started collectives -----------------------------------------------------------------
+
+    def start(self, program: Program) -> None:
+        """Queue a run of `program`; it begins when the runs before it are done."""
+        self._queue.append(program)
+        if len(self._queue) == 1:
+            self.advance()
+
+    def advance(self) -> Message | None:
+        """Move the queue as far as arrived messages allow; never blocks.
+
+        Returns
+        -------
+        Message or None
+            What the first unfinished run waits for; None when the queue is empty.
+        """
+        queue = self._queue
+        while queue:
+            program = queue[0]
+            try:
+                pending = program.advance()
+            except Exception as error:
+                raise self.transport.translate(error, None) from error
+            if pending is not None:
+                return pending
+            queue.popleft()
+            self._finished(program)
+        return None
+
+    def wait(self, program: Program) -> None:
+        """Block until the queued run of `program`, and all before it, are complete."""
+        target = program.runs + sum(queued is program for queued in self._queue)
+        waited_for, since = None, 0.0
+        while program.runs < target:
+            for _ in range(self._polls):
+                pending = self.advance()
+                if pending is None or program.runs >= target:
+                    return
+            waited_for, since = self._pause(pending, waited_for, since)
+
+    @property
+    def idle(self) -> bool:
+        """True when no started collective is unfinished."""
+        return not self._queue
+
+    # Accounting --------------------------------------------------------------------------
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch that the compiled programs share."""
+        return self._scratch.nbytes
+
+    def traffic(self) -> dict[str, Traffic]:
+        """Return what this rank has moved so far, by collective."""
+        totals = dict(self._retired_traffic)
+        for program in self._programs():
+            moved = _times(program)
+            name = program.table.collective
+            totals[name] = totals[name] + moved if name in totals else moved
+        return totals
+
+    def message_counts(self) -> tuple[Counter, Counter]:
+        """Return messages sent and received so far, by (world rank of the peer, tag)."""
+        sent: Counter = Counter()
+        received: Counter = Counter()
+        counts = self.transport.counts
+        sent.update(counts.sent)
+        received.update(counts.received)
+        for program in self._programs():
+            for message in program.messages:
+                side = sent if message.is_send else received
+                side[message.peer, message.tag] += program.runs
+        return sent, received
+
+    def close(self) -> None:
+        """Free all programs; no run may be in progress."""
+        for program in self._programs():
+            self._retire(program)
+        self._all_reduces.clear()
+        self._others.clear()
+
+    # Inside ------------------------------------------------------------------------------
+
+    def _programs(self) -> list[Program]:
+        return [*self._all_reduces.values(), *self._others.values()]
+
+    def _compile(
+        self, table: StepTable, x: np.ndarray, out: np.ndarray | None, label: str
+    ) -> Program:
+        recorder = self._recorder
+        return compile_program(
+            table,
+            self.index,
+            self.ranks,
+            self.transport,
+            self.channel,
+            x,
+            out,
+            self._lend_scratch,
+            recorder.add_program if recorder is not None else None,
+            self._clock,
+            self.axis,
+            label,
+        )
+
+    def _lend_scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
+        nbytes = count * dtype.itemsize
+        if nbytes > self._scratch.nbytes:
+            self._scratch = np.empty(nbytes, dtype=np.uint8)
+        return self._scratch[:nbytes].view(dtype)
+
+    def _run_cached(
+        self, key: tuple, table: StepTable, x: np.ndarray, out: np.ndarray | None
+    ) -> None:
+        program = self._others.get(key)
+        buffers = (x,) if out is None else (x, out)
+        if program is None or any(
+            a is not b for a, b in zip(program.buffers, buffers, strict=True)
+        ):
+            program = self._compile(table, x, out, "")
+            self._others[key] = program
+            self._evict(self._others)
+        if self._queue:
+            self.start(program)
+            self.wait(program)
+        else:
+            self._run(program)
+
+    def _run(self, program: Program) -> None:
+        """Run `program` to its end, blocking; the queue is empty."""
+        advance = program.advance
+        pending = None
+        try:
+            pending = advance()
+            if pending is not None:
+                pending = self._block(program)
+        except Exception as error:
+            raise self.transport.translate(error, pending) from error
+        self._finished(program)
+
+    def _block(self, program: Program) -> None:
+        advance, polls = program.advance, self._polls
+        waited_for, since = None, 0.0
+        while True:
+            for _ in range(polls):
+                pending = advance()
+                if pending is None:
+                    return
+            waited_for, since = self._pause(pending, waited_for, since)
+
+    def _pause(
+        self, pending: Message, waited_for: Message | None, since: float
+    ) -> tuple[Message, float]:
+        now = time.monotonic()
+        if pending is not waited_for:
+            since = now
+        for other in self.neighbours:
+            other.advance()
+        self.transport.pause(pending, now - since)
+        return pending, since
+
+    def _finished(self, program: Program) -> None:
+        program.runs += 1
+        stamps = program.stamps
+        if stamps is not None and len(stamps.stamps) > SPILL_STAMPS:
+            self._recorder.spill(stamps)
+
+    def _evict(self, cache: OrderedDict) -> None:
+        while len(cache) > CACHED_PROGRAMS:
+            for key, program in cache.items():
+                if program not in self._queue:
+                    break
+            else:
+                return
+            del cache[key]
+            self._retire(program)
+
+    def _retire(self, program: Program) -> None:
+        name = program.table.collective
+        moved = _times(program)
+        before = self._retired_traffic.get(name)
+        self._retired_traffic[name] = moved if before is None else before + moved
+        for message in program.messages:
+            self.transport.counts.add(message, program.runs)
+        program.free()
+
+
+def ring_all_reduce(
+    communicator: Communicator, x: np.ndarray, out: np.ndarray | None = None
+) -> np.ndarray:
+    """Sum `x` over the group with the ring, whatever its size (see `Communicator.all_reduce`)."""
+    saved = communicator.algorithm
+    communicator.algorithm = "ring"
+    try:
+        return communicator.all_reduce(x, out)
+    finally:
+        communicator.algorithm = saved
+
+
+def ring_reduce_scatter(communicator: Communicator, x: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Sum and keep this rank's chunk (see `Communicator.reduce_scatter`)."""
+    return communicator.reduce_scatter(x, out)
+
+
+def ring_all_gather(communicator: Communicator, x: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Collect all chunks everywhere (see `Communicator.all_gather`)."""
+    return communicator.all_gather(x, out)
+
+
+def check_drained(transport: Transport, communicators: list[Communicator]) -> None:
+    """Compare, over all ranks, messages sent with messages received, per pair and tag.
+
+    Call it once on every rank after the last step.
+
+    Raises
+    ------
+    CommError
+        A message was sent that nobody received, or the other way round; both ranks are named.
+    """
+    sent: Counter = Counter()
+    received: Counter = Counter()
+    sent.update(transport.counts.sent)
+    received.update(transport.counts.received)
+    for communicator in communicators:
+        for program in communicator._programs():
+            for message in program.messages:
+                side = sent if message.is_send else received
+                side[message.peer, message.tag] += program.runs
+    mine = [[peer, tag, number] for (peer, tag), number in sorted(sent.items())]
+    theirs = [[peer, tag, number] for (peer, tag), number in sorted(received.items())]
+    texts = transport.exchange(json.dumps([mine, theirs]))
+    for rank, text in enumerate(texts):
+        from_rank, _ = json.loads(text)
+        for peer, tag, number in from_rank:
+            arrived = sum(
+                n for source, t, n in json.loads(texts[peer])[1] if (source, t) == (rank, tag)
+            )
+            if arrived != number:
+                raise CommError(
+                    f"every message must be received by the end of the job; got {number} sent by "
+                    f"rank {rank} to rank {peer} with tag {tag} and {arrived} received. Look for "
+                    f"a send without its receive in the plan."
+                )
+
+
+def _times(program: Program) -> Traffic:
+    return Traffic(*(program.runs * number for number in program.traffic))
+
+
+def _check_vector(x: np.ndarray) -> None:
+    if x.ndim != 1:
+        raise ValueError(
+            f"buffer must have one dim; got shape {x.shape}. Pass x.reshape(-1) of a contiguous "
+            f"array."
+        )
+
+
+def _check_out(out: np.ndarray, dtype: np.dtype, count: int) -> None:
+    if out.dtype != dtype or out.shape != (count,):
+        raise ValueError(
+            f"buffer must have shape ({count},) and dtype {dtype}; got {out.shape} and "
+            f"{out.dtype}."
+        )

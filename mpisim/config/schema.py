@@ -1,0 +1,171 @@
+"""The run config as frozen, typed sections: names, meanings, units, ranges, defaults.
+
+Types, shapes and ranges are checked here; what depends on the number of ranks is checked by
+`mesh` and `data`, names that users may register are resolved in `train` before any message.
+Reading files, `--set` overrides and error texts live in `config.load`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+SCHEMA_VERSION = 1
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, no unknown keys, no silent conversion of types."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
+
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+
+
+class RunSection(Section):
+    """Where a run writes and what seeds it."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] = "run"
+    """Name of the run directory below `dir`: letters, digits, dot, dash, underscore."""
+    dir: Annotated[str, Field(min_length=1)] = "runs"
+    """Folder that holds run directories; relative to where the command is started."""
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+    """Seeds parameters (by name) and the order of the data; the same on every rank."""
+
+
+class DataSection(Section):
+    """What is trained on."""
+
+    kind: Literal["stdlib", "text", "regression"] = "stdlib"
+    """`stdlib`: the running Python's own standard library sources as bytes; `text`: the bytes of
+    the file `path`; `regression`: seeded synthetic rows."""
+    path: str | None = None
+    """File for kind `text` (bytes), required there and refused elsewhere."""
+    window: Annotated[int, Field(ge=1, le=4096)] = 8
+    """Context length in bytes: this many bytes predict the next one (kinds stdlib and text)."""
+    max_bytes: NonNegativeInt = 0
+    """Use at most this many bytes of text; 0 means all."""
+    num_rows: PositiveInt = 4096
+    """Rows to synthesize (kind regression)."""
+    num_features: PositiveInt = 16
+    """Input width (kind regression)."""
+    num_targets: PositiveInt = 1
+    """Output width (kind regression)."""
+    noise: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.1
+    """Standard deviation of the noise added to the targets (kind regression)."""
+
+    @model_validator(mode="after")
+    def _path_only_for_text(self) -> DataSection:
+        if (self.kind == "text") != (self.path is not None):
+            raise ValueError(
+                f'data.path must be set exactly when data.kind is "text"; '
+                f"got kind {self.kind!r} with path {self.path!r}. Set both, or neither."
+            )
+        return self
+
+
+class ModelSection(Section):
+    """The network."""
+
+    kind: Literal["mlp"] = "mlp"
+    """`mlp`: a multi-layer perceptron; over text its input is the embedded, flattened window."""
+    hidden: tuple[PositiveInt, ...] = (256,)
+    """Widths of the hidden layers, first to last; each is one block. Empty means linear."""
+    activation: Literal["relu", "tanh", "gelu"] = "relu"
+    """Nonlinearity of the hidden layers."""
+    embed_dim: PositiveInt = 16
+    """Width of the byte embedding (text only)."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """Dtype of parameters, activations, gradients and messages."""
+
+
+class OptimizerSection(Section):
+    """The update rule."""
+
+    kind: Literal["sgd", "adamw"] = "adamw"
+    """`sgd` (with momentum) or `adamw` (decoupled weight decay, bias-corrected)."""
+    lr: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1e-3
+    """Learning rate after warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which lr rises linearly from lr/warmup_steps; 0 means off."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of lr after warm-up; linear and cosine fall to lr * min_lr_ratio at the last step."""
+    min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+    """Final lr as a share of lr (linear and cosine)."""
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """Momentum of sgd; 0 means off."""
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """Decay of adamw's first moment."""
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.999
+    """Decay of adamw's second moment."""
+    eps: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1e-8
+    """Added to adamw's denominator."""
+    weight_decay: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
+    """Decoupled decay (adamw) or L2 term (sgd), on tensors with two or more dims."""
+    clip_norm: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
+    """Largest global gradient norm; 0 means off."""
+
+
+class TrainSection(Section):
+    """How long, and in what pieces."""
+
+    steps: PositiveInt = 100
+    """Optimizer updates."""
+    global_batch: PositiveInt = 256
+    """Rows of one update, over all ranks and microbatches; the layout never changes it."""
+    num_microbatches: PositiveInt = 1
+    """Pieces that each rank cuts its rows into (gradient accumulation)."""
+    warmup_report_steps: NonNegativeInt = 5
+    """First steps that throughput and latency figures leave out."""
+    eval_every: NonNegativeInt = 0
+    """Held-out evaluation every this many steps; 0 means only after the last."""
+    eval_rows: NonNegativeInt = 0
+    """Held-out rows to evaluate, spread evenly; 0 means all."""
+
+
+class ParallelSection(Section):
+    """The mesh and what overlaps."""
+
+    dp: NonNegativeInt = 0
+    """Data-parallel degree; 0 means the number of ranks."""
+    bucket_bytes: PositiveInt = 1 << 20
+    """A gradient bucket is closed when the next block would take it past this size, bytes."""
+    overlap: bool = True
+    """Advance gradient rings between backward ops; off gives the same bits."""
+
+
+class CommSection(Section):
+    """Messages."""
+
+    algorithm: Literal["auto", "ring", "recursive_doubling", "halving_doubling"] = "auto"
+    """All-reduce algorithm; `auto` chooses by size (see mpisim.layouts.steps)."""
+    synchronous_sends: bool = False
+    """Finish a send only when its receive has started (rendezvous); for tests."""
+    timeout_s: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 60.0
+    """Longest wait for one message, seconds; then the rank reports the peer and ends the job."""
+
+
+class TraceSection(Section):
+    """What is recorded."""
+
+    enabled: bool = True
+    """Write one trace file per rank."""
+
+
+class RunConfig(Section):
+    """A whole run. `mpisim config FILE` prints it with every default filled in."""
+
+    version: Literal[1] = SCHEMA_VERSION
+    """Version of this schema."""
+    run: RunSection = RunSection()
+    data: DataSection = DataSection()
+    model: ModelSection = ModelSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    train: TrainSection = TrainSection()
+    parallel: ParallelSection = ParallelSection()
+    comm: CommSection = CommSection()
+    trace: TraceSection = TraceSection()

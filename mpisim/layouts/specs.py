@@ -1,0 +1,111 @@
+"""What a layer or a block costs, as numbers: shapes, flops, bytes. No arrays.
+
+`nn` fills these in, `plan` partitions by them, `cost` prices them, `memory` adds them up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSpec:
+    """One named parameter tensor."""
+
+    name: str
+    """Full name, unique in the model, such as ``block1.linear.weight``."""
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        total = 1
+        for extent in self.shape:
+            total *= extent
+        return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """Costs of one layer for one microbatch shape.
+
+    A layer may keep its input, its output and arrays of its own. Input and output are kept as
+    flags, because two neighbours that keep the same boundary tensor hold one array, not two.
+    """
+
+    params: tuple[ParamSpec, ...] = ()
+    forward_flops: int = 0
+    """Floating-point operations of one forward call (a multiply-add counts 2)."""
+    backward_flops: int = 0
+    """Floating-point operations of input and weight backward together."""
+    output_shape: tuple[int, ...] = ()
+    input_bytes: int = 0
+    output_bytes: int = 0
+    saves_input: bool = False
+    saves_output: bool = False
+    extra_saved_bytes: int = 0
+    """`nbytes` of saved arrays that are neither the input nor the output (targets excluded:
+    they belong to category "data")."""
+    kept_bytes: int = 0
+    """`nbytes` that backward_input newly allocates and keeps for backward_weight."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """Sum of `nbytes` over the `saved` tuple of one forward call."""
+        return (
+            self.input_bytes * self.saves_input
+            + self.output_bytes * self.saves_output
+            + self.extra_saved_bytes
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSpec:
+    """Costs of one block (the smallest unit of bucketing) for one microbatch shape."""
+
+    name: str
+    layers: tuple[LayerSpec, ...] = field(default=())
+
+    @property
+    def params(self) -> tuple[ParamSpec, ...]:
+        """All parameters of the block, in layer order."""
+        return tuple(param for layer in self.layers for param in layer.params)
+
+    @property
+    def forward_flops(self) -> int:
+        """Sum over layers."""
+        return sum(layer.forward_flops for layer in self.layers)
+
+    @property
+    def backward_flops(self) -> int:
+        """Sum over layers."""
+        return sum(layer.backward_flops for layer in self.layers)
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """Shape of the block's output."""
+        return self.layers[-1].output_shape
+
+    def saved_boundaries(self) -> tuple[int, ...]:
+        """Return which boundary tensors forward keeps: 0 is the block's input, i layer i's output.
+
+        A boundary that two neighbouring layers keep appears once.
+        """
+        kept = set()
+        for index, layer in enumerate(self.layers):
+            if layer.saves_input:
+                kept.add(index)
+            if layer.saves_output:
+                kept.add(index + 1)
+        return tuple(sorted(kept))
+
+    def boundary_bytes(self, boundary: int) -> int:
+        """Return the bytes of boundary tensor `boundary` (numbered as in `saved_boundaries`)."""
+        if boundary == 0:
+            return self.layers[0].input_bytes
+        return self.layers[boundary - 1].output_bytes
+
+    @property
+    def extra_saved_bytes(self) -> int:
+        """Saved bytes that are no boundary tensor, summed over layers."""
+        return sum(layer.extra_saved_bytes for layer in self.layers)

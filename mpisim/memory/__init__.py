@@ -1,0 +1,1 @@
+"""Bytes held: the ledger of a running rank."""

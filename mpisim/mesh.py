@@ -1,0 +1,73 @@
+"""The dp x pp x tp grid of ranks: where a rank stands and whom it shares an axis with.
+
+Pure arithmetic, no messages. tp varies fastest, then pp, then dp, so that the ranks of a tp group
+are neighbours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpisim.errors import ConfigError
+
+AXES = ("dp", "pp", "tp")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Degrees of the three axes."""
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.pp * self.tp
+
+    def degree(self, axis: str) -> int:
+        """Return the number of ranks along `axis`."""
+        return {"dp": self.dp, "pp": self.pp, "tp": self.tp}[axis]
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Return the place of `rank` on each axis.
+
+        Examples
+        --------
+        >>> Mesh(dp=2, pp=2).coordinate(3)
+        {'dp': 1, 'pp': 1, 'tp': 0}
+        """
+        rest, tp = divmod(rank, self.tp)
+        dp, pp = divmod(rest, self.pp)
+        return {"dp": dp, "pp": pp, "tp": tp}
+
+    def group(self, rank: int, axis: str) -> tuple[int, ...]:
+        """Return the ranks that share all coordinates of `rank` but `axis`, in axis order.
+
+        Examples
+        --------
+        >>> Mesh(dp=2, pp=2).group(3, "dp")
+        (1, 3)
+        """
+        stride = {"dp": self.pp * self.tp, "pp": self.tp, "tp": 1}[axis]
+        first = rank - self.coordinate(rank)[axis] * stride
+        return tuple(first + position * stride for position in range(self.degree(axis)))
+
+
+def build_mesh(dp: int, num_ranks: int) -> Mesh:
+    """Return the mesh of `num_ranks` ranks with data-parallel degree `dp` (0: all ranks).
+
+    Raises
+    ------
+    ConfigError
+        The degrees do not multiply to the number of ranks.
+    """
+    mesh = Mesh(dp=dp or num_ranks)
+    if mesh.size != num_ranks:
+        raise ConfigError(
+            f"parallel.dp must equal the number of ranks; got {mesh.dp} with {num_ranks} ranks. "
+            f"Start with --ranks {mesh.dp} (mpirun -n {mesh.dp}), or set parallel.dp = "
+            f"{num_ranks}, or 0 for whatever number is started."
+        )
+    return mesh

@@ -1,0 +1,12 @@
+"""The plan: a list of typed ops per rank, read by check, predict and run alike.
+
+    ops.py        one frozen class per kind of op
+    schedules.py  the order of forwards and backwards, nothing else
+    partition.py  which gradients are reduced together
+    passes.py     functions that add ops to a list
+    build.py      the passes in their one fixed order
+    text.py       plan <-> text, one line per op
+    check.py      proves a plan with sets instead of arrays: order, matching, deadlock, bytes
+
+Data and pure functions: no arrays, no messages.
+"""

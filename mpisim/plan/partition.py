@@ -1,0 +1,72 @@
+"""Which gradients are reduced together: buckets, in the order that backward fills them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpisim.layouts.specs import BlockSpec, ParamSpec
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that one all-reduce sums: one flat array."""
+
+    index: int
+    blocks: tuple[str, ...]
+    """Blocks whose gradients it holds, in backward order."""
+    params: tuple[ParamSpec, ...]
+    """Their parameters, in the order they lie in the array."""
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return sum(param.size for param in self.params)
+
+    def offsets(self) -> dict[str, tuple[int, int]]:
+        """Return the element range of each parameter, by name."""
+        ranges, position = {}, 0
+        for param in self.params:
+            ranges[param.name] = (position, position + param.size)
+            position += param.size
+        return ranges
+
+
+def make_buckets(
+    blocks: tuple[BlockSpec, ...], itemsize: int, bucket_bytes: int
+) -> tuple[Bucket, ...]:
+    """Group blocks into buckets, last block first.
+
+    Parameters
+    ----------
+    blocks : tuple of BlockSpec
+        In forward order.
+    itemsize : int
+        Bytes per gradient element.
+    bucket_bytes : int
+        A bucket is closed when the next block would take it past this size; a block that is
+        larger alone gets a bucket of its own. Blocks are never cut, parameters never moved.
+
+    Returns
+    -------
+    tuple of Bucket
+        Blocks without parameters are in none.
+    """
+    groups: list[list[BlockSpec]] = []
+    filled = 0
+    for block in reversed(blocks):
+        nbytes = itemsize * sum(param.size for param in block.params)
+        if nbytes == 0:
+            continue
+        if not groups or filled + nbytes > bucket_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(block)
+        filled += nbytes
+    return tuple(
+        Bucket(
+            index,
+            tuple(block.name for block in group),
+            tuple(param for block in group for param in block.params),
+        )
+        for index, group in enumerate(groups)
+    )

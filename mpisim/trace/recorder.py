@@ -1,0 +1,110 @@
+"""The running side of a trace: lists of clock readings, spilled to the rank's file once a step.
+
+One clock reading per boundary is all that is done while messages are in flight; what a stamp
+means was registered before. A rank without tracing has a recorder too, with `enabled` False.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpisim.trace.events import PlanTable, ProgramTable
+from mpisim.trace.store import HEADER, MEMORY, OPS, PLAN, PROGRAM, RUNS, TraceWriter
+
+SPILL_STAMPS = 1 << 16
+"""A list of stamps is spilled when it reaches this length, also in the middle of a step."""
+
+
+class ProgramStamps:
+    """The stamps of one registered program since the last spill."""
+
+    __slots__ = ("ident", "per_run", "stamps")
+
+    def __init__(self, ident: int, per_run: int) -> None:
+        self.ident, self.per_run = ident, per_run
+        self.stamps: list[float] = []
+
+
+class Recorder:
+    """Collects the stamps of one rank.
+
+    Parameters
+    ----------
+    path : Path or None
+        The rank's trace file; None records nothing.
+    header : dict
+        Written first: rank, world size, clock offset.
+
+    Notes
+    -----
+    The lists live outside NumPy and hold at most `SPILL_STAMPS` floats per program.
+    """
+
+    clock = staticmethod(time.perf_counter)
+
+    def __init__(self, path: Path | None = None, header: dict[str, Any] | None = None) -> None:
+        self.enabled = path is not None
+        self._writer = TraceWriter(path) if path is not None else None
+        self._programs: list[ProgramStamps] = []
+        self._num_plans = 0
+        self.step = -1
+        self.op_stamps: list[float] = []
+        self._memory: list[float] = []
+        if self._writer is not None:
+            self._writer.write(HEADER, 0, -1, json.dumps(header or {}).encode())
+
+    def add_program(self, table: ProgramTable) -> ProgramStamps:
+        """Register a compiled collective; its runs append to the returned object's list."""
+        stamps = ProgramStamps(len(self._programs), 1 + len(table.activities))
+        self._programs.append(stamps)
+        if self._writer is not None:
+            text = json.dumps(table.to_json(), separators=(",", ":"))
+            self._writer.write(PROGRAM, stamps.ident, self.step, text.encode())
+        return stamps
+
+    def add_plan(self, table: PlanTable) -> int:
+        """Register a plan; returns its number for `end_step`."""
+        ident = self._num_plans
+        self._num_plans += 1
+        if self._writer is not None:
+            text = json.dumps(table.to_json(), separators=(",", ":"))
+            self._writer.write(PLAN, ident, self.step, text.encode())
+        return ident
+
+    def add_memory(self, op_index: int, values: tuple[int, ...]) -> None:
+        """Note the live bytes per category after op `op_index` of the current step."""
+        self._memory.append(float(op_index))
+        self._memory.append(self.clock())
+        self._memory.extend(values)
+
+    def spill(self, program: ProgramStamps) -> None:
+        """Write one program's stamps out (complete runs only)."""
+        if self._writer is not None and program.stamps:
+            stamps = np.array(program.stamps)
+            self._writer.write(RUNS, program.ident, self.step, stamps.tobytes())
+        program.stamps.clear()
+
+    def end_step(self, plan: int) -> None:
+        """Write everything recorded since the last call, as step `self.step` of plan `plan`."""
+        writer = self._writer
+        if writer is not None:
+            for program in self._programs:
+                if program.stamps:
+                    self.spill(program)
+            writer.write(OPS, plan, self.step, np.array(self.op_stamps).tobytes())
+            if self._memory:
+                writer.write(MEMORY, plan, self.step, np.array(self._memory).tobytes())
+        self.op_stamps.clear()
+        self._memory.clear()
+
+    def close(self) -> None:
+        """Spill what is left and close the file."""
+        for program in self._programs:
+            self.spill(program)
+        if self._writer is not None:
+            self._writer.close()
