@@ -114,7 +114,7 @@ class Communicator:
         self._others: OrderedDict[tuple, Program] = OrderedDict()
         self._queue: deque[Program] = deque()
         self._scratch = np.empty(0, dtype=np.uint8)
-        self._retired: Counter[str] = Counter()
+        self._retired_bytes_to: Counter[int] = Counter()
         self._retired_traffic: dict[str, Traffic] = {}
         self._polls = transport.polls_per_pause
         self.neighbours: list[Communicator] = []
@@ -256,15 +256,19 @@ class Communicator:
         Collective. Messages: one from every rank but index 0.
         """
         _check_vector(x)
-        table = gather_table(x.size, self.size)
         if self.index == 0:
             if out is None:
                 raise ValueError("out must be given on group index 0; got None.")
             _check_out(out, x.dtype, x.size * self.size)
         else:
             out = None
-        self._run_cached(("gather", id(x), id(out)), table, x, out)
+        self._run_cached(("gather", id(x), id(out)), gather_table(x.size, self.size), x, out)
         return out
+
+    def prepare_gather(self, x: np.ndarray, out: np.ndarray | None) -> Program:
+        """Compile the gather of `x`, or return the one compiled before (see `gather`)."""
+        table = gather_table(x.size, self.size)
+        return self._cached(("gather", id(x), id(out)), table, x, out)
 
     # Started collectives -----------------------------------------------------------------
 
@@ -321,35 +325,32 @@ class Communicator:
     def traffic(self) -> dict[str, Traffic]:
         """Return what this rank has moved so far, by collective."""
         totals = dict(self._retired_traffic)
-        for program in self._programs():
+        for program in self.programs():
             moved = _times(program)
             name = program.table.collective
             totals[name] = totals[name] + moved if name in totals else moved
         return totals
 
-    def message_counts(self) -> tuple[Counter, Counter]:
-        """Return messages sent and received so far, by (world rank of the peer, tag)."""
-        sent: Counter = Counter()
-        received: Counter = Counter()
-        counts = self.transport.counts
-        sent.update(counts.sent)
-        received.update(counts.received)
-        for program in self._programs():
+    def bytes_sent_to(self) -> Counter[int]:
+        """Return the bytes sent so far, by world rank of the receiver."""
+        totals = Counter(self._retired_bytes_to)
+        for program in self.programs():
             for message in program.messages:
-                side = sent if message.is_send else received
-                side[message.peer, message.tag] += program.runs
-        return sent, received
+                if message.is_send:
+                    totals[message.peer] += message.nbytes * program.runs
+        return totals
 
     def close(self) -> None:
         """Free all programs; no run may be in progress."""
-        for program in self._programs():
+        for program in self.programs():
             self._retire(program)
         self._all_reduces.clear()
         self._others.clear()
 
     # Inside ------------------------------------------------------------------------------
 
-    def _programs(self) -> list[Program]:
+    def programs(self) -> list[Program]:
+        """Return the compiled programs that are kept."""
         return [*self._all_reduces.values(), *self._others.values()]
 
     def _compile(
@@ -377,9 +378,9 @@ class Communicator:
             self._scratch = np.empty(nbytes, dtype=np.uint8)
         return self._scratch[:nbytes].view(dtype)
 
-    def _run_cached(
+    def _cached(
         self, key: tuple, table: StepTable, x: np.ndarray, out: np.ndarray | None
-    ) -> None:
+    ) -> Program:
         program = self._others.get(key)
         buffers = (x,) if out is None else (x, out)
         if program is None or any(
@@ -388,6 +389,12 @@ class Communicator:
             program = self._compile(table, x, out, "")
             self._others[key] = program
             self._evict(self._others)
+        return program
+
+    def _run_cached(
+        self, key: tuple, table: StepTable, x: np.ndarray, out: np.ndarray | None
+    ) -> None:
+        program = self._cached(key, table, x, out)
         if self._queue:
             self.start(program)
             self.wait(program)
@@ -450,6 +457,8 @@ class Communicator:
         self._retired_traffic[name] = moved if before is None else before + moved
         for message in program.messages:
             self.transport.counts.add(message, program.runs)
+            if message.is_send:
+                self._retired_bytes_to[message.peer] += message.nbytes * program.runs
         program.free()
 
 
@@ -490,7 +499,7 @@ def check_drained(transport: Transport, communicators: list[Communicator]) -> No
     sent.update(transport.counts.sent)
     received.update(transport.counts.received)
     for communicator in communicators:
-        for program in communicator._programs():
+        for program in communicator.programs():
             for message in program.messages:
                 side = sent if message.is_send else received
                 side[message.peer, message.tag] += program.runs

@@ -121,6 +121,8 @@ class TrainSection(Section):
     """Pieces that each rank cuts its rows into (gradient accumulation)."""
     warmup_report_steps: NonNegativeInt = 5
     """First steps that throughput and latency figures leave out."""
+    log_every: NonNegativeInt = 0
+    """Print a line every this many steps; 0 means about 20 lines a run. The file gets them all."""
     eval_every: NonNegativeInt = 0
     """Held-out evaluation every this many steps; 0 means only after the last."""
     eval_rows: NonNegativeInt = 0

@@ -8,16 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-CATEGORIES = (
-    "params",
-    "master_params",
-    "grads",
-    "optimizer",
-    "activations",
-    "comm_buffers",
-    "data",
-    "temp",
-)
+from mpisim.layouts.metrics import MEMORY_CATEGORIES as CATEGORIES
 
 
 class Ledger:
@@ -79,7 +70,7 @@ class Ledger:
         return id(_owner(array)) in self._held
 
     def vector(self) -> tuple[int, ...]:
-        """Return live bytes in the order of `CATEGORIES`."""
+        """Return live bytes in the order of `layouts.metrics.MEMORY_CATEGORIES`."""
         return tuple(self.live.values())
 
     def _change(self, category: str, nbytes: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from mpisim.layouts.metrics import METRIC_NAMES
 from mpisim.plan.ops import (
     Backward,
     BackwardStage,
@@ -21,9 +22,6 @@ from mpisim.plan.ops import (
     WaitSync,
 )
 from mpisim.plan.partition import Bucket
-
-METRICS_COUNT = 24
-"""float64 values that a rank reports per step; `engine/metrics.py` gives them names."""
 
 
 def expand_blocks(ops: Iterable[Op], blocks: Sequence[str]) -> Iterator[Op]:
@@ -71,5 +69,5 @@ def frame_update(ops: Iterable[Op]) -> list[Op]:
         *ops,
         ReduceScalars("loss", 2, "float64"),
         OptimizerStep(),
-        GatherMetrics(METRICS_COUNT),
+        GatherMetrics(len(METRIC_NAMES)),
     ]

@@ -23,10 +23,11 @@ SPILL_STAMPS = 1 << 16
 class ProgramStamps:
     """The stamps of one registered program since the last spill."""
 
-    __slots__ = ("ident", "per_run", "stamps")
+    __slots__ = ("activity_codes", "ident", "per_run", "stamps")
 
-    def __init__(self, ident: int, per_run: int) -> None:
-        self.ident, self.per_run = ident, per_run
+    def __init__(self, ident: int, activity_codes: tuple[int, ...]) -> None:
+        self.ident, self.activity_codes = ident, activity_codes
+        self.per_run = 1 + len(activity_codes)
         self.stamps: list[float] = []
 
 
@@ -60,7 +61,9 @@ class Recorder:
 
     def add_program(self, table: ProgramTable) -> ProgramStamps:
         """Register a compiled collective; its runs append to the returned object's list."""
-        stamps = ProgramStamps(len(self._programs), 1 + len(table.activities))
+        stamps = ProgramStamps(
+            len(self._programs), tuple(code for code, _ in table.activities)
+        )
         self._programs.append(stamps)
         if self._writer is not None:
             text = json.dumps(table.to_json(), separators=(",", ":"))

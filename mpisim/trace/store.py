@@ -235,11 +235,9 @@ def expand_stalls(trace: RankTrace) -> np.ndarray:
     activities = expand_activities(trace)
     waits = activities[(activities["activity"] == RECV) | (activities["activity"] == SEND)]
     parts = []
-    for step in np.unique(waits["step"]):
-        step_ops = ops[ops["step"] == step]
-        if not len(step_ops):
-            continue
-        plan = trace.plans[int(step_ops["plan"][0])]
+    for step, plan_ident in np.unique(ops[["step", "plan"]]):
+        step_ops = ops[(ops["step"] == step) & (ops["plan"] == plan_ident)]
+        plan = trace.plans[int(plan_ident)]
         blocking = step_ops[[bool(plan.waits[i]) for i in step_ops["op_index"]]]
         mine = waits[waits["step"] == step]
         for op in blocking:

@@ -1,0 +1,389 @@
+"""The command line: parsing only; every command is one call into the package.
+
+What a command needs is imported when it runs, so that `--help`, `config`, `report` and shell
+completion answer at once and never start MPI. Errors meant for users become one line each and an
+exit status here; nothing else in the package prints or exits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mpisim import __version__
+from mpisim.errors import ConfigError, MpisimError
+
+# The same numbers as in mpisim.launch, whose import costs time that --help need not spend.
+_DONE, _FAILED, _WRONG_USE = 0, 1, 2
+
+_EXIT_STATUS = """\b
+Exit status, the same under every MPI:
+  0  done
+  1  the job failed, lost a rank or was interrupted
+  2  wrong use or a wrong config"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit status.
+
+    Parameters
+    ----------
+    arguments : list of str, optional
+        Without the program's name; by default those of this process.
+
+    Returns
+    -------
+    int
+        0 done; 1 the job failed, lost a rank or was interrupted; 2 wrong use or a wrong config.
+    """
+    try:
+        status = cli.main(args=arguments, prog_name="mpisim", standalone_mode=False)
+        sys.stdout.flush()
+        return status if isinstance(status, int) else _DONE
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.Abort:
+        return _complain("interrupted by Ctrl-C (SIGINT).", _FAILED)
+    except click.ClickException as error:
+        text = " ".join(error.format_message().split())
+        if isinstance(error, click.UsageError) and error.ctx is not None:
+            text += f" See {error.ctx.command_path} --help."
+        return _complain(text, _WRONG_USE)
+    except ConfigError as error:
+        return _complain(str(error), _WRONG_USE)
+    except MpisimError as error:
+        return _complain(str(error), _FAILED)
+    except BrokenPipeError:
+        # The reader has gone, as after `| head`; nothing may be flushed into it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _FAILED
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _complain(f"{error.filename} must be usable; got {error.strerror}.", _FAILED)
+
+
+def _complain(text: str, status: int) -> int:
+    """Print an error, once per job: under mpirun every rank makes the same mistake."""
+    from mpisim.launch import run_as_rank, under_mpi
+
+    if under_mpi():
+        error = ConfigError(text) if status == _WRONG_USE else MpisimError(text)
+
+        def refuse(_job: Any) -> None:
+            raise error
+
+        return run_as_rank(refuse)
+    for line in text.splitlines():
+        print(f"mpisim: {line}", file=sys.stderr)
+    return status
+
+
+class _RunDirectory(click.Path):
+    """A run directory; whether it is one is checked when it is used."""
+
+    name = "run directory"
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Path:
+        """Check that `value` holds a run."""
+        path = Path(value)
+        if not (path / "run.json").is_file():
+            got = "one without run.json" if path.is_dir() else "no such directory"
+            raise ConfigError(
+                f"{path} must be a run directory; got {got}. "
+                f"Name one that `mpisim train` wrote, like runs/NAME."
+            )
+        return path
+
+
+class _Sizes(click.ParamType):
+    """Message sizes: numbers of bytes, with KiB, MiB or GiB if wanted, between commas."""
+
+    name = "sizes"
+    _units = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
+        """Turn text into sizes in bytes."""
+        if not isinstance(value, str):
+            return tuple(value)
+        sizes = []
+        for word in value.replace(" ", "").split(","):
+            digits = word.rstrip("bBiIkKmMgG")
+            unit = word[len(digits) :].lower()
+            if not digits.isdecimal() or unit not in self._units:
+                self.fail(f"{word!r} is no size. Write for example 1KiB,64KiB,4MiB.", param, ctx)
+            sizes.append(int(digits) * self._units[unit])
+        return tuple(sizes)
+
+
+def _complete_override(_ctx: Any, _param: Any, incomplete: str) -> list[str]:
+    from mpisim.config import RunConfig
+
+    keys = [
+        f"{section}.{key}="
+        for section, info in RunConfig.model_fields.items()
+        for key in getattr(info.annotation, "model_fields", ())
+    ]
+    return [key for key in keys if key.startswith(incomplete)]
+
+
+_config_argument = click.argument("config", type=click.Path(path_type=Path))
+_set_option = click.option(
+    "--set",
+    "overrides",
+    metavar="SECTION.KEY=VALUE",
+    multiple=True,
+    shell_complete=_complete_override,
+    help="Override a config field; may be repeated.",
+)
+_json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print rows as JSON, and nothing else."
+)
+_run_argument = click.argument("run", type=_RunDirectory())
+
+
+def _ranks_option(help_text: str, *, required: bool) -> Callable:
+    return click.option(
+        "--ranks", type=click.IntRange(min=1), required=required, metavar="N", help=help_text
+    )
+
+
+@click.group(epilog=_EXIT_STATUS, invoke_without_command=True)
+@click.version_option(__version__, prog_name="mpisim", message="%(prog)s %(version)s")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """Distributed training as a plan: ranks of NumPy over MPI.
+
+    A run is one TOML file; `mpisim config` prints it with every default and what it means.
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+@cli.command(epilog=_EXIT_STATUS)
+@_config_argument
+@_ranks_option("Ranks to start; by default parallel.dp.", required=False)
+@_set_option
+@click.option("--overwrite", is_flag=True, help="Replace the run directory if it exists.")
+@click.option(
+    "--hostfile", type=click.Path(), metavar="FILE", help="Hosts to run on, in your MPI's format."
+)
+@click.option(
+    "--mpi-args",
+    multiple=True,
+    metavar="FLAGS",
+    help='More flags for the launcher, like "--mca pml ucx".',
+)
+def train(
+    config: Path,
+    ranks: int | None,
+    overrides: tuple[str, ...],
+    overwrite: bool,
+    hostfile: str | None,
+    mpi_args: tuple[str, ...],
+) -> int:
+    """Train CONFIG on N ranks.
+
+    Starts the ranks itself with the MPI that is installed. Started by mpirun or srun, this process
+    is one of the ranks.
+    """
+    from mpisim.launch import launch, limit_blas_threads, rank_command, run_as_rank, under_mpi
+
+    if place := under_mpi():
+        limit_blas_threads()
+
+        def work(job: Any) -> None:
+            if ranks not in (None, place[1]):
+                raise ConfigError(
+                    f"--ranks must equal the number of ranks that were started; got {ranks} with "
+                    f"{place[1]}. Leave it out under mpirun."
+                )
+            resolved = _load(config, overrides)
+            from mpisim.train import train_rank
+
+            train_rank(resolved, job, overwrite=overwrite)
+
+        return run_as_rank(work)
+
+    resolved = _load(config, overrides)
+    num_ranks = ranks or resolved.parallel.dp
+    if not num_ranks:
+        raise ConfigError(
+            "the number of ranks must be given; got no --ranks, and parallel.dp is 0. "
+            "Add --ranks N."
+        )
+    from mpisim.train import check_run_dir
+
+    check_run_dir(resolved, overwrite)
+    words = ["train", str(config)]
+    for override in overrides:
+        words += ["--set", override]
+    if overwrite:
+        words.append("--overwrite")
+    flags = [flag for text in mpi_args for flag in _split(text)]
+    return launch(rank_command(words), num_ranks, hostfile=hostfile, mpi_args=flags)
+
+
+@cli.command("config")
+@_config_argument
+@_set_option
+def show_config(config: Path, overrides: tuple[str, ...]) -> None:
+    """Print CONFIG with every default filled in and explained."""
+    from mpisim.config import dump_config
+
+    click.echo(dump_config(_load(config, overrides)), nl=False)
+
+
+@cli.command()
+@_config_argument
+@_ranks_option("Ranks to plan for.", required=True)
+@_set_option
+@_json_option
+def check(config: Path, ranks: int, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Check the plan of CONFIG on N ranks, without data and without MPI."""
+    resolved = _load(config, overrides)
+    from mpisim.train import check as check_plan
+
+    result = check_plan(resolved, ranks)
+    _print_table(result.text, result.rows, as_json)
+
+
+@cli.group()
+def plan() -> None:
+    """Show the ops of a step."""
+
+
+@plan.command("show")
+@_config_argument
+@_ranks_option("Ranks to plan for.", required=True)
+@_set_option
+def plan_show(config: Path, ranks: int, overrides: tuple[str, ...]) -> None:
+    """Print the plan of CONFIG on N ranks, op by op."""
+    resolved = _load(config, overrides)
+    from mpisim.train import plan_text
+
+    click.echo(plan_text(resolved, ranks).rstrip("\n"))
+
+
+@cli.command()
+@_run_argument
+@_json_option
+def report(run: Path, as_json: bool) -> None:
+    """Print what the run directory RUN says: speed, bytes, stalls, memory."""
+    from mpisim.report import report_rows, report_text
+
+    _print_table(lambda: report_text(run), lambda: report_rows(run), as_json)
+
+
+@cli.group()
+def trace() -> None:
+    """Turn traces into the formats of other tools."""
+
+
+@trace.command("export")
+@_run_argument
+@click.option("--format", "form", type=click.Choice(["perfetto"]), default="perfetto")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File to write; by default RUN/perfetto.json.",
+)
+def trace_export(run: Path, form: str, out: Path | None) -> None:
+    """Write the trace of RUN for a viewer (Chrome JSON)."""
+    from mpisim.report import export_perfetto
+
+    out = out or run / "perfetto.json"
+    export_perfetto(run, out)
+    click.echo(f"wrote {out}")
+
+
+@cli.group()
+def bench() -> None:
+    """Measure against the MPI library, interleaved in the same run."""
+
+
+_launches_option = click.option(
+    "--launches",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    metavar="K",
+    help="Independent starts; figures are medians over them.",
+)
+
+
+@bench.command("collectives")
+@_ranks_option("Ranks to start.", required=True)
+@_launches_option
+@click.option("--sizes", type=_Sizes(), metavar="LIST", help="Message sizes, like 1KiB,64KiB,4MiB.")
+@_json_option
+def bench_collectives(
+    ranks: int, launches: int, sizes: tuple[int, ...] | None, as_json: bool
+) -> int:
+    """Time the rings beside the library's collectives and a memory copy."""
+    from mpisim.bench import bench_collectives as measure
+
+    return measure(ranks=ranks, launches=launches, sizes=sizes, json=as_json)
+
+
+@bench.command("trace")
+@_ranks_option("Ranks to start.", required=True)
+@_json_option
+def bench_trace(ranks: int, as_json: bool) -> int:
+    """Time a training step with tracing on and off."""
+    from mpisim.bench import bench_trace as measure
+
+    return measure(ranks=ranks, json=as_json)
+
+
+@cli.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the completion script of a SHELL.
+
+    For bash: mpisim completion bash > ~/.mpisim-complete, and source that file.
+    """
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    if kind is None:
+        raise ConfigError(f"shell must be bash, zsh or fish; got {shell}. Choose one of these.")
+    # Written out, not asked of click's source(): that starts the shell to look at its version.
+    made = kind(cli, {}, "mpisim", "_MPISIM_COMPLETE")
+    click.echo(made.source_template % made.source_vars())
+
+
+def _load(path: Path, overrides: Iterable[str]) -> Any:
+    from mpisim.config import load_config
+
+    return load_config(path, overrides)
+
+
+def _split(flags: str) -> list[str]:
+    try:
+        return shlex.split(flags)
+    except ValueError as error:
+        raise ConfigError(
+            f"--mpi-args must be words as in a shell; got {flags!r} ({error}). Close its quotes."
+        ) from None
+
+
+def _print_table(
+    text: Callable[[], str], rows: Callable[[], Iterable[Mapping[str, Any]]], as_json: bool
+) -> None:
+    """Print a table as text, or its rows as a JSON list with one row a line."""
+    if not as_json:
+        click.echo(text().rstrip("\n"))
+        return
+    lines = [json.dumps(row, allow_nan=False) for row in rows()]
+    click.echo("[\n" + ",\n".join(lines) + "\n]")

@@ -1,0 +1,97 @@
+"""From the config to a data set: the one place that knows every kind of data.
+
+Called once per rank before training, and by whoever needs the data's sizes or baselines. A new
+kind of data is a class with the members of `Dataset` and a branch here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from mpisim.data.synthetic import RegressionData
+from mpisim.data.text import load_text
+from mpisim.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mpisim.config.schema import RunConfig
+
+
+class Dataset(Protocol):
+    """What every kind of data offers; the batches are copies that the caller owns."""
+
+    primary_baseline: str
+    """Key of `baselines` that any model must beat."""
+
+    @property
+    def num_train(self) -> int:
+        """Number of training samples."""
+        ...
+
+    @property
+    def num_heldout(self) -> int:
+        """Number of held-out samples, possibly 0; they are never trained on."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that stay in memory."""
+        ...
+
+    def train_batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return `(x, targets)` of the training samples with these numbers."""
+        ...
+
+    def heldout_batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return `(x, targets)` of the held-out samples with these numbers."""
+        ...
+
+    def baselines(self) -> dict[str, float | str]:
+        """Return losses that need no training, keyed with their unit."""
+        ...
+
+    def record(self) -> dict[str, object]:
+        """Return name, sha256 and sizes for the run record."""
+        ...
+
+
+def load_data(config: RunConfig) -> Dataset:
+    """Load the data that a config asks for.
+
+    Parameters
+    ----------
+    config : RunConfig
+        Sections `data`, `train.global_batch`, `run.seed` and `model.dtype` are read.
+
+    Returns
+    -------
+    Dataset
+
+    Raises
+    ------
+    ConfigError
+        The file is missing, unreadable, a directory, empty or too short, or there are fewer
+        training rows than `train.global_batch`. The message names the field.
+    """
+    data = config.data
+    if data.kind == "regression":
+        dataset: Dataset = RegressionData(
+            num_rows=data.num_rows,
+            num_features=data.num_features,
+            num_targets=data.num_targets,
+            noise=data.noise,
+            seed=config.run.seed,
+            dtype=config.model.dtype,
+        )
+    else:
+        dataset = load_text(
+            kind=data.kind, path=data.path, window=data.window, max_bytes=data.max_bytes
+        )
+    if config.train.global_batch > dataset.num_train:
+        raise ConfigError(
+            f"train.global_batch must be at most the number of training rows; got "
+            f"{config.train.global_batch} with {dataset.num_train} rows of data.kind "
+            f'"{data.kind}". Lower train.global_batch or use more data.'
+        )
+    return dataset

@@ -1,0 +1,61 @@
+"""A rank's figures of one step, in the order in which they travel to rank 0."""
+
+from __future__ import annotations
+
+from mpisim.comm.communicator import Traffic
+from mpisim.engine.state import EngineState
+from mpisim.layouts.metrics import (
+    CHANNELS,
+    MEMORY_CATEGORIES,
+    METRIC_NAMES,
+    TRAFFIC_FIELDS,
+)
+from mpisim.plan.ops import WAIT_AXIS
+
+_INDEX = {name: position for position, name in enumerate(METRIC_NAMES)}
+
+
+def fill_metrics(state: EngineState) -> None:
+    """Write this rank's figures of the running step into `state.metrics`.
+
+    Times and stalls are those before the gather of the figures themselves; traffic includes it.
+    """
+    meter, recorder, values = state.meter, state.recorder, state.metrics
+    values[:] = 0.0
+    stamps, kinds = recorder.op_stamps, state.plan_kinds
+    done = len(stamps) // 2
+    values[_INDEX["step_s"]] = recorder.clock() - stamps[0]
+    compute, first_dp_wait = 0.0, stamps[-1]
+    axis_s = {"dp": 0.0, "control": 0.0}
+    for index in range(done - 1, -1, -1):
+        axis = WAIT_AXIS.get(kinds[index])
+        span = stamps[2 * index + 1] - stamps[2 * index]
+        if axis is None:
+            compute += span
+        else:
+            axis_s[axis] += span
+            if axis == "dp":
+                first_dp_wait = stamps[2 * index]
+    values[_INDEX["compute_s"]] = compute
+    values[_INDEX["rows"]] = sum(state.plan_rows)
+    if recorder.enabled:
+        stalls = meter.stalls(state.dp, first_dp_wait)
+        stalls |= meter.stalls(state.control, stamps[0])
+    else:
+        # Without stamps inside the collectives, all time in a blocking op counts as waiting.
+        stalls = {("dp", "recv"): axis_s["dp"], ("control", "recv"): axis_s["control"]}
+    for (axis, cause), seconds in stalls.items():
+        values[_INDEX[f"stall_{axis}_{cause}_s"]] = seconds
+        meter.stall_totals[axis, cause] += seconds
+    moved = {**meter.traffic(state.dp), **meter.traffic(state.control)}
+    for axis, collective in CHANNELS:
+        traffic = moved.get((axis, collective), Traffic())
+        if collective == "gather":
+            # The gather that carries these figures is about to run.
+            traffic = Traffic(*state.gather_traffic)
+        for field in TRAFFIC_FIELDS:
+            values[_INDEX[f"{axis}_{collective}_{field}"]] = getattr(traffic, field)
+    for category in MEMORY_CATEGORIES:
+        values[_INDEX[f"live_{category}_bytes"]] = state.ledger.live[category]
+        values[_INDEX[f"peak_{category}_bytes"]] = state.ledger.peak[category]
+    values[_INDEX["peak_total_bytes"]] = state.ledger.peak_total

@@ -1,0 +1,94 @@
+"""The step loop: look up each op's handler, stamp its start and end, advance started rings."""
+
+from __future__ import annotations
+
+from mpisim.engine.handlers import HANDLERS
+from mpisim.engine.state import EngineState, LoadRows, StepState
+from mpisim.nn.optim import learning_rate
+from mpisim.plan.build import Plan
+from mpisim.plan.ops import WAIT_AXIS
+from mpisim.plan.text import op_text
+from mpisim.trace.events import PlanTable
+
+MEMORY_STEPS = 2
+"""Runs of a plan whose memory is recorded op by op; later runs repeat the same curve."""
+
+
+class Engine:
+    """Runs plans on one rank.
+
+    Parameters
+    ----------
+    state : EngineState
+    total_steps : int
+        Updates of the whole run, for the learning-rate schedule.
+    """
+
+    def __init__(self, state: EngineState, total_steps: int) -> None:
+        self.state = state
+        self.total_steps = total_steps
+        self.committed = 0
+        """Updates made so far."""
+        self._plans: dict[str, tuple[Plan, int]] = {}
+        self._memory_left: dict[int, int] = {}
+
+    def train_step(self, plan: Plan, step: int, load: LoadRows) -> StepState:
+        """Run one update and return what it left: loss sum, norm, metrics (on rank 0)."""
+        settings = self.state.optimizer
+        current = StepState(load, step)
+        current.update_number = self.committed + 1
+        current.lr = learning_rate(
+            self.committed, lr=settings.lr, warmup_steps=settings.warmup_steps,
+            schedule=settings.schedule, min_lr_ratio=settings.min_lr_ratio,
+            total_steps=self.total_steps,
+        )  # fmt: skip
+        self._run(plan, current)
+        self.committed += 1
+        return current
+
+    def evaluate(self, plan: Plan, step: int, load: LoadRows) -> StepState:
+        """Run a forward-only plan; parameters stay as they are."""
+        current = StepState(load, step)
+        self._run(plan, current)
+        return current
+
+    def _run(self, plan: Plan, current: StepState) -> None:
+        state = self.state
+        recorder = state.recorder
+        ops = plan.ranks[state.rank]
+        number = self._register(plan)
+        state.step = current
+        state.plan_rows = plan.rows[state.rank]
+        state.plan_kinds = [type(op) for op in ops]
+        recorder.step = current.step
+        stamp, clock, dp = recorder.op_stamps.append, recorder.clock, state.dp
+        remember = recorder.enabled and self._memory_left[number] > 0
+        for index, op in enumerate(ops):
+            stamp(clock())
+            HANDLERS[type(op)](state, op)
+            stamp(clock())
+            if not dp.idle:
+                dp.advance()
+            if remember:
+                recorder.add_memory(index, state.ledger.vector())
+        if remember:
+            self._memory_left[number] -= 1
+        recorder.end_step(number)
+        state.step = None
+
+    def _register(self, plan: Plan) -> int:
+        known = self._plans.get(plan.name)
+        if known is not None and known[0] is plan:
+            return known[1]
+        ops = plan.ranks[self.state.rank]
+        number = self.state.recorder.add_plan(
+            PlanTable(
+                name=plan.name,
+                kinds=tuple(type(op).__name__ for op in ops),
+                texts=tuple(op_text(op) for op in ops),
+                waits=tuple(WAIT_AXIS.get(type(op), "") for op in ops),
+            )
+        )
+        self._plans[plan.name] = (plan, number)
+        self._memory_left[number] = MEMORY_STEPS
+        return number

@@ -1,0 +1,200 @@
+"""Models: tuples of blocks, the last of which ends in the loss.
+
+`build_mlp` turns plain sizes into blocks; a new architecture is another builder here. The engine
+runs the blocks, `plan` and `cost` read `Model.spec`. No arrays live here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from mpisim.errors import ConfigError
+from mpisim.layouts.specs import BlockSpec, ParamSpec
+from mpisim.nn.blocks import Block, BlockSaved
+from mpisim.nn.layers import Activation, ActivationKind, Arrays, Embedding, Linear
+from mpisim.nn.losses import MeanSquaredError, SoftmaxCrossEntropy
+
+InputKind = Literal["tokens", "features"]
+OutputKind = Literal["classes", "targets"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Blocks in forward order; the output of the last one is the summed loss."""
+
+    blocks: tuple[Block, ...]
+    """First to last; the last block's last layer is the loss."""
+    input_kind: InputKind
+    """`tokens`: ids of shape (B, input_width); `features`: floats of that shape."""
+    input_width: int
+    """Window length in tokens, or number of features."""
+
+    @property
+    def loss_block_index(self) -> int:
+        """Index of the block that needs the targets."""
+        return len(self.blocks) - 1
+
+    @property
+    def loss_layer(self) -> SoftmaxCrossEntropy | MeanSquaredError:
+        """The last layer of the last block."""
+        return self.blocks[-1].layers[-1][1]
+
+    def spec(self, batch_rows: int, dtype: np.dtype) -> tuple[BlockSpec, ...]:
+        """Return the costs of every block for a microbatch.
+
+        Parameters
+        ----------
+        batch_rows : int
+            Rows of the microbatch, >= 0.
+        dtype : numpy.dtype
+            Of parameters and activations: float32 or float64.
+
+        Returns
+        -------
+        tuple of BlockSpec
+            In forward order, parameters with their full names.
+        """
+        specs = []
+        x_shape: tuple[int, ...] = (batch_rows, self.input_width)
+        for block in self.blocks:
+            specs.append(block.spec(x_shape, dtype))
+            x_shape = specs[-1].output_shape
+        return tuple(specs)
+
+    def param_specs(self) -> tuple[ParamSpec, ...]:
+        """Return all parameters with their full names, in registration order."""
+        return tuple(param for block in self.spec(1, np.dtype("f4")) for param in block.params)
+
+    def split_params(self, params: Arrays) -> tuple[Arrays, ...]:
+        """Sort arrays keyed by full name into one dict per block, keyed within the block.
+
+        Parameters
+        ----------
+        params : dict of str to ndarray
+            One array per parameter, keyed as in `param_specs`. Not copied.
+
+        Returns
+        -------
+        tuple of dict
+            ``split[i]`` is what ``blocks[i].forward`` takes.
+        """
+        return tuple(
+            {name: params[f"{block.name}.{name}"] for name in block.param_names}
+            for block in self.blocks
+        )
+
+    def num_correct(self, saved: BlockSaved, targets: np.ndarray) -> int | None:
+        """Count right answers of one microbatch.
+
+        Parameters
+        ----------
+        saved : tuple of tuple of ndarray
+            What the last block's forward saved.
+        targets : ndarray of shape (B,)
+            Class ids.
+
+        Returns
+        -------
+        int or None
+            Rows whose most probable class is the target; None if the model has no classes.
+        """
+        if not isinstance(self.loss_layer, SoftmaxCrossEntropy):
+            return None
+        return self.loss_layer.num_correct(saved[-1][0], targets)
+
+
+def build_mlp(
+    *,
+    input_kind: InputKind,
+    window: int = 0,
+    vocab_size: int = 0,
+    embed_dim: int = 0,
+    num_features: int = 0,
+    hidden: tuple[int, ...],
+    activation: ActivationKind,
+    output: tuple[OutputKind, int],
+) -> Model:
+    """Build a multi-layer perceptron over tokens or features.
+
+    Parameters
+    ----------
+    input_kind : {"tokens", "features"}
+        Over tokens, block ``embed`` looks up and flattens the window.
+    window, vocab_size, embed_dim : int
+        Ids per row, number of ids, width of an embedding; >= 1, read for tokens only.
+    num_features : int
+        Input width, >= 1; read for features only.
+    hidden : tuple of int
+        Widths of the hidden layers; each is one block, ``block0``, ``block1``, and so on. Empty:
+        a linear model.
+    activation : {"relu", "tanh", "gelu"}
+        After every hidden layer.
+    output : ("classes", n) or ("targets", n)
+        Softmax cross-entropy over n classes, or squared error over n targets; block ``head``.
+
+    Returns
+    -------
+    Model
+
+    Raises
+    ------
+    ConfigError
+        A name is unknown or a size is below 1.
+
+    Notes
+    -----
+    Hidden weights start "he" before relu and gelu, "xavier" before tanh; the head "xavier" (see
+    `mpisim.nn.layers.Linear`).
+
+    Examples
+    --------
+    >>> model = build_mlp(input_kind="features", num_features=3, hidden=(4,), activation="relu",
+    ...                   output=("targets", 1))
+    >>> [param.name for param in model.param_specs()]
+    ['block0.linear.weight', 'block0.linear.bias', 'head.linear.weight', 'head.linear.bias']
+    """
+    _require_one_of("input_kind", input_kind, ("tokens", "features"))
+    _require_one_of("activation", activation, ("relu", "tanh", "gelu"))
+    output_kind, num_outputs = output
+    _require_one_of("output", output_kind, ("classes", "targets"))
+    sizes = {"output": num_outputs}
+    sizes |= {f"hidden[{index}]": size for index, size in enumerate(hidden)}
+    if input_kind == "tokens":
+        sizes |= {"window": window, "vocab_size": vocab_size, "embed_dim": embed_dim}
+    else:
+        sizes |= {"num_features": num_features}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"{name} must be at least 1; got {size}. Choose a positive size.")
+
+    blocks = []
+    width = num_features
+    if input_kind == "tokens":
+        blocks.append(Block("embed", (("embedding", Embedding(vocab_size, embed_dim)),)))
+        width = window * embed_dim
+    hidden_init = "xavier" if activation == "tanh" else "he"
+    for index, size in enumerate(hidden):
+        # The first layer over features has an input without a gradient: a third of its work less.
+        linear = Linear(width, size, hidden_init, input_grad=bool(blocks))
+        blocks.append(
+            Block(f"block{index}", (("linear", linear), ("activation", Activation(activation))))
+        )
+        width = size
+    loss = SoftmaxCrossEntropy(num_outputs) if output_kind == "classes" else MeanSquaredError()
+    head = Linear(width, num_outputs, "xavier", input_grad=bool(blocks))
+    blocks.append(Block("head", (("linear", head), ("loss", loss))))
+    return Model(
+        blocks=tuple(blocks),
+        input_kind=input_kind,
+        input_width=window if input_kind == "tokens" else num_features,
+    )
+
+
+def _require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(
+            f"{name} must be one of {', '.join(allowed)}; got {value!r}. Choose one of them."
+        )

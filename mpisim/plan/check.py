@@ -1,0 +1,391 @@
+"""Proves a plan before it runs: an interpreter that holds sets and byte counts, not arrays.
+
+`check_plan` walks the ops of all ranks together. Per rank it proves that every op finds what it
+needs, that every bucket is reduced once and complete, and that nothing is left at the end; across
+ranks it proves that collectives match and that nobody waits for ever. `predict_memory` walks one
+rank with byte counts; the ledger of a real run must show the same figures.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from mpisim.errors import DeadlockError, PlanError
+from mpisim.layouts.metrics import MEMORY_CATEGORIES, METRIC_NAMES
+from mpisim.layouts.specs import BlockSpec
+from mpisim.layouts.steps import all_reduce_table, gather_table, scratch_slots
+from mpisim.plan.build import BlockSpecs, Plan
+from mpisim.plan.ops import (
+    WAIT_AXIS,
+    Backward,
+    Forward,
+    GatherMetrics,
+    LoadBatch,
+    Op,
+    OptimizerStep,
+    ReduceScalars,
+    StartSync,
+    WaitSync,
+)
+from mpisim.plan.text import op_text
+
+_CONTEXT_OPS = 3
+
+
+@dataclass
+class _RankState:
+    """What one rank holds while its ops are walked."""
+
+    rank: int
+    plan: Plan
+    position: int = 0
+    loaded: set[int] = field(default_factory=set)
+    outputs: set[tuple[str, int]] = field(default_factory=set)
+    saved: set[tuple[str, int]] = field(default_factory=set)
+    grads_of: set[tuple[str, int]] = field(default_factory=set)
+    backwards: Counter[str] = field(default_factory=Counter)
+    started: list[int] = field(default_factory=list)
+    waited: set[int] = field(default_factory=set)
+    entered: list[tuple] = field(default_factory=list)
+    """Collectives this rank has entered on axis control, in order."""
+    stepped: bool = False
+
+    @property
+    def op(self) -> Op | None:
+        ops = self.plan.ranks[self.rank]
+        return ops[self.position] if self.position < len(ops) else None
+
+
+def check_plan(plan: Plan) -> None:
+    """Prove that `plan` can run.
+
+    Raises
+    ------
+    PlanError
+        An op does not find what it needs, a bucket is reduced too early, twice or never, ranks
+        disagree on a collective, or something is left at the end. The text draws the ops around
+        the place, rank by rank, with a mark.
+    DeadlockError
+        The ranks would wait for each other for ever.
+    """
+    if len(plan.ranks) != plan.mesh.size:
+        raise PlanError(
+            f"plan must have ops for every rank of the mesh; got {len(plan.ranks)} for "
+            f"{plan.mesh.size}. Build it with plan.build."
+        )
+    states = [_RankState(rank, plan) for rank in range(plan.mesh.size)]
+    while any(state.op is not None for state in states):
+        progressed = False
+        for state in states:
+            while state.op is not None and not _blocked(state, states):
+                _execute(state)
+                state.position += 1
+                progressed = True
+        _match(states)
+        if not progressed:
+            stuck = next(state for state in states if state.op is not None)
+            raise DeadlockError(
+                "ranks must not wait for each other for ever; got every unfinished rank blocked:\n"
+                + draw_place(plan, {s.rank: s.position for s in states if s.op is not None})
+                + f"\nGive all ranks the same order of collectives (first stuck: rank "
+                f"{stuck.rank})."
+            )
+    for state in states:
+        _check_end(state)
+
+
+def _blocked(state: _RankState, states: list[_RankState]) -> bool:
+    """A wait is over when every rank of the group has entered the same collective."""
+    op = state.op
+    axis = WAIT_AXIS.get(type(op))
+    if axis is None:
+        return False
+    group = state.plan.mesh.group(state.rank, "dp") if axis == "dp" else range(len(states))
+    if isinstance(op, WaitSync):
+        if op.bucket not in state.started:
+            _fail(state, f"bucket {op.bucket} must be started before it is waited for")
+        turn = state.started.index(op.bucket)
+        return any(len(states[rank].started) <= turn for rank in group)
+    key = (type(op).__name__, *(getattr(op, name) for name in op.__dataclass_fields__))
+    marker = (state.position, key)
+    if not state.entered or state.entered[-1] != marker:
+        state.entered.append(marker)
+    turn = len(state.entered) - 1
+    return any(len(states[rank].entered) <= turn for rank in group)
+
+
+def _match(states: list[_RankState]) -> None:
+    for other in states[1:]:
+        for (at_first, first), (at_other, key) in zip(
+            states[0].entered, other.entered, strict=False
+        ):
+            if first != key:
+                place = draw_place(states[0].plan, {0: at_first, other.rank: at_other})
+                raise PlanError(
+                    f"ranks must enter the same collectives in the same order; got {first} on "
+                    f"rank 0 and {key} on rank {other.rank}:\n{place}\nMake the plans agree."
+                )
+    for state in states:
+        leader = states[state.plan.mesh.group(state.rank, "dp")[0]]
+        for turn, (mine, theirs) in enumerate(zip(state.started, leader.started, strict=False)):
+            if mine != theirs:
+                raise PlanError(
+                    f"ranks of a dp group must start the same buckets in the same order; got "
+                    f"bucket {theirs} on rank {leader.rank} and {mine} on rank {state.rank} at "
+                    f"turn {turn}. Make the plans agree."
+                )
+
+
+def _execute(state: _RankState) -> None:
+    op, plan = state.op, state.plan
+    first, last = plan.blocks[0], plan.blocks[-1]
+    if isinstance(op, LoadBatch):
+        _require(state, op.micro not in state.loaded, "a microbatch must be loaded once")
+        state.loaded.add(op.micro)
+    elif isinstance(op, Forward):
+        if op.block == first:
+            _require(state, op.micro in state.loaded, "a microbatch must be loaded before forward")
+        else:
+            before = plan.blocks[plan.blocks.index(op.block) - 1]
+            found = (before, op.micro) in state.outputs
+            _require(state, found, "forward must follow the forward of the block before")
+            state.outputs.discard((before, op.micro))
+        key = (op.block, op.micro)
+        _require(state, key not in state.saved, "a block must run forward once per microbatch")
+        if plan.kind == "train":
+            state.saved.add(key)
+        elif op.block == last:
+            state.loaded.discard(op.micro)
+        if op.block != last:
+            state.outputs.add(key)
+    elif isinstance(op, Backward):
+        key = (op.block, op.micro)
+        _require(state, key in state.saved, "backward must follow the forward of its block")
+        if op.block != last:
+            after = plan.blocks[plan.blocks.index(op.block) + 1]
+            found = (after, op.micro) in state.grads_of
+            _require(state, found, "backward must follow the backward of the block after")
+            state.grads_of.discard((after, op.micro))
+        for bucket in plan.buckets:
+            ready = op.block in bucket.blocks and bucket.index in state.started
+            _require(
+                state, not ready,
+                f"gradients of block {op.block} must not change once bucket {bucket.index}, which "
+                f"holds them, is being reduced",
+            )  # fmt: skip
+        state.saved.discard(key)
+        state.backwards[op.block] += 1
+        if op.block == first:
+            state.loaded.discard(op.micro)
+        else:
+            state.grads_of.add(key)
+    elif isinstance(op, StartSync):
+        bucket = plan.buckets[op.bucket] if op.bucket < len(plan.buckets) else None
+        _require(state, bucket is not None, "a bucket must be in the plan's head")
+        _require(state, bucket.count == op.count, f"bucket must have {bucket.count} elements")
+        _require(state, op.bucket not in state.started, "a bucket must be reduced once per step")
+        micros = len(plan.rows[state.rank])
+        for block in bucket.blocks:
+            _require(
+                state, state.backwards[block] == micros,
+                f"a bucket must hold the gradients of all {micros} microbatches of block {block}",
+            )  # fmt: skip
+        state.started.append(op.bucket)
+    elif isinstance(op, WaitSync):
+        _require(state, op.bucket not in state.waited, "a bucket must be waited for once")
+        state.waited.add(op.bucket)
+    elif isinstance(op, OptimizerStep):
+        missing = [b.index for b in plan.buckets if b.index not in state.waited]
+        _require(state, not missing, f"the update must follow WaitSync of buckets {missing}")
+        _require(state, not state.stepped, "a step must update once")
+        state.stepped = True
+    elif not isinstance(op, (ReduceScalars, GatherMetrics)):
+        _fail(state, f"{type(op).__name__} must be replaced by a pass before the plan is checked")
+
+
+def _check_end(state: _RankState) -> None:
+    left = {
+        "loaded microbatches": state.loaded,
+        "block outputs": state.outputs,
+        "saved activations": state.saved,
+        "activation gradients": state.grads_of,
+        "buckets in flight": set(state.started) - state.waited,
+    }
+    for what, things in left.items():
+        if things:
+            raise PlanError(
+                f"a plan must leave nothing behind; got {what} {sorted(things)} on rank "
+                f"{state.rank}. Add the ops that use or free them."
+            )
+    if state.plan.kind == "train" and not state.stepped:
+        raise PlanError(
+            f"a training plan must update the parameters; got no OptimizerStep on rank "
+            f"{state.rank}. Add one after the last WaitSync."
+        )
+
+
+def _require(state: _RankState, holds: bool, rule: str) -> None:
+    if not holds:
+        _fail(state, rule)
+
+
+def _fail(state: _RankState, rule: str) -> None:
+    place = draw_place(state.plan, {state.rank: state.position})
+    raise PlanError(f"{rule}; got rank {state.rank}:\n{place}\nFix the order of its ops.")
+
+
+def draw_place(plan: Plan, marks: dict[int, int]) -> str:
+    """Draw the ops around a position of each given rank, with a mark at the position."""
+    lines = []
+    for rank, position in sorted(marks.items()):
+        ops = plan.ranks[rank]
+        for index in range(max(0, position - _CONTEXT_OPS), min(len(ops), position + 2)):
+            mark = ">>" if index == position else "  "
+            lines.append(f"  rank {rank} op {index:4d} {mark} {op_text(ops[index])}")
+    return "\n".join(lines)
+
+
+@dataclass
+class MemoryForecast:
+    """Predicted bytes of one rank by category, as the ledger counts them."""
+
+    live: dict[str, int]
+    peak: dict[str, int]
+    peak_total: int
+    at_peak: dict[str, int]
+    peak_op: str
+    """The op during which the total peaks."""
+
+
+def predict_memory(
+    plan: Plan,
+    rank: int,
+    specs: BlockSpecs,
+    *,
+    itemsize: int,
+    optimizer_arrays: int,
+    scratch_bytes: int,
+    batch_row_bytes: int,
+    data_bytes: int,
+) -> MemoryForecast:
+    """Walk one rank's ops with byte counts.
+
+    Parameters
+    ----------
+    plan : Plan
+    rank : int
+    specs : callable
+        Block specs for a number of rows.
+    itemsize : int
+        Bytes of a parameter, gradient or optimizer value.
+    optimizer_arrays : int
+        State arrays per parameter: 2 for adamw, 1 for sgd with momentum, else 0.
+    scratch_bytes : int
+        The update's working space, category "temp".
+    batch_row_bytes : int
+        Bytes of one row of inputs and targets.
+    data_bytes : int
+        Bytes that the loaded data set keeps.
+
+    Returns
+    -------
+    MemoryForecast
+        `peak` holds each category at its own worst moment; `peak_total` the largest sum.
+    """
+    per_micro = [specs(rows) for rows in plan.rows[rank]]
+    num_params = sum(p.size for block in specs(1) for p in block.params)
+    live = dict.fromkeys(MEMORY_CATEGORIES, 0)
+    live["params"] = num_params * itemsize
+    live["grads"] = sum(bucket.count for bucket in plan.buckets) * itemsize
+    live["optimizer"] = num_params * itemsize * optimizer_arrays
+    live["comm_buffers"] = comm_buffer_bytes(plan, rank, itemsize)
+    live["data"] = data_bytes
+    live["temp"] = scratch_bytes
+    forecast = MemoryForecast(live, dict(live), sum(live.values()), dict(live), "start")
+    held: Counter[tuple] = Counter()
+    sizes: dict[tuple, int] = {}
+
+    def hold(category: str, key: tuple, nbytes: int) -> None:
+        held[key] += 1
+        if held[key] == 1:
+            sizes[key] = nbytes
+            live[category] += nbytes
+
+    def drop(category: str, key: tuple) -> None:
+        held[key] -= 1
+        if held[key] == 0:
+            live[category] -= sizes[key]
+
+    def note(op: Op) -> None:
+        for category, nbytes in live.items():
+            forecast.peak[category] = max(forecast.peak[category], nbytes)
+        if sum(live.values()) > forecast.peak_total:
+            forecast.peak_total, forecast.at_peak = sum(live.values()), dict(live)
+            forecast.peak_op = op_text(op)
+
+    def kept(block: BlockSpec, number: int, micro: int) -> list[tuple[tuple, int]]:
+        """Saved tensors: boundaries numbered over the whole model, and the block's own arrays."""
+        items = [
+            (("saved", number, boundary if boundary < len(block.layers) else 0, micro), nbytes)
+            if boundary < len(block.layers)
+            else (("saved", number + 1, 0, micro), nbytes)
+            for boundary in block.saved_boundaries()
+            if (nbytes := block.boundary_bytes(boundary)) and not (number == 0 and boundary == 0)
+        ]
+        if block.extra_saved_bytes:
+            items.append((("extra", number, micro), block.extra_saved_bytes))
+        return items
+
+    for op in plan.ranks[rank]:
+        if isinstance(op, LoadBatch):
+            nbytes = plan.rows[rank][op.micro] * batch_row_bytes
+            hold("data", ("batch", op.micro), nbytes)
+            note(op)
+        elif isinstance(op, Forward):
+            number = plan.blocks.index(op.block)
+            block = per_micro[op.micro][number]
+            is_last = number == len(plan.blocks) - 1
+            if plan.kind == "train":
+                for key, nbytes in kept(block, number, op.micro):
+                    hold("activations", key, nbytes)
+            if not is_last:
+                output = block.boundary_bytes(len(block.layers))
+                hold("activations", ("saved", number + 1, 0, op.micro), output)
+            note(op)
+            if number:
+                drop("activations", ("saved", number, 0, op.micro))
+            if is_last and plan.kind == "eval":
+                drop("data", ("batch", op.micro))
+        elif isinstance(op, Backward):
+            number = plan.blocks.index(op.block)
+            block = per_micro[op.micro][number]
+            if number:
+                hold("activations", ("grad", number, op.micro), block.boundary_bytes(0))
+            note(op)
+            for key, _ in kept(block, number, op.micro):
+                drop("activations", key)
+            if number < len(plan.blocks) - 1:
+                drop("activations", ("grad", number + 1, op.micro))
+            if number == 0:
+                drop("data", ("batch", op.micro))
+    return forecast
+
+
+def comm_buffer_bytes(plan: Plan, rank: int, itemsize: int) -> int:
+    """Return the bytes of scratch and control buffers that a rank's communicators hold."""
+    mesh = plan.mesh
+    index = mesh.coordinate(rank)["dp"]
+    scratch = 0
+    for bucket in plan.buckets:
+        table = all_reduce_table(bucket.count, mesh.dp, itemsize, plan.algorithm)
+        number, longest = scratch_slots(table, index)
+        scratch = max(scratch, number * longest * itemsize)
+    control, scalars = 0, 0
+    for kind_count in (1, 2, 3):
+        number, longest = scratch_slots(all_reduce_table(kind_count, mesh.size, 8, "auto"), rank)
+        control = max(control, number * longest * 8)
+        scalars += kind_count * 8
+    metrics = len(METRIC_NAMES) * 8
+    collected = gather_table(len(METRIC_NAMES), mesh.size).count * 8 if rank == 0 else 0
+    return scratch + control + scalars + metrics + collected

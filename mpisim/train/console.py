@@ -1,0 +1,119 @@
+"""What rank 0 shows while a run goes on: a progress bar on a terminal, whole lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from mpisim.config.schema import RunConfig
+from mpisim.launch import Job
+from mpisim.layouts.metrics import STALL_CAUSES
+from mpisim.train.setup import Setup
+from mpisim.units import format_bytes
+
+_LINES = 20
+_HEAD = (
+    f"{'step':>6} {'loss':>8} {'tokens/s':>10} {'messages':>9} {'bytes out':>11} {'stall':>6} "
+    f"{'peak memory':>11}"
+)
+
+
+class Console:
+    """Rank 0's table.
+
+    Parameters
+    ----------
+    config : RunConfig
+    job : Job
+        Says whether a person watches, and how wide the terminal is.
+    primary_baseline : str
+        Baseline that the held-out loss is compared with.
+    """
+
+    def __init__(self, config: RunConfig, job: Job, primary_baseline: str) -> None:
+        self.config = config
+        self.primary = primary_baseline
+        self._unit = "" if config.data.kind == "regression" else " nats"
+        self._every = config.train.log_every or max(1, config.train.steps // _LINES)
+        self._bar: Any = None
+        if job.terminal:
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=config.train.steps, file=sys.stdout, ncols=job.columns, unit="step",
+                dynamic_ncols=False, leave=False,
+            )  # fmt: skip
+
+    def start(self, baselines: dict[str, Any], record: dict[str, Any], setup: Setup) -> None:
+        """Say what is trained on, what a model must beat, and on what layout."""
+        plan = setup.full_plan()
+        params = sum(param.size for param in setup.model.param_specs())
+        self._line(
+            f"{self.config.run.name}: {params} parameters in {len(plan.blocks)} blocks, "
+            f"{len(plan.buckets)} gradient buckets, {setup.mesh.dp} ranks; data "
+            f"{record.get('name')} ({record.get('num_train')} training rows, "
+            f"{record.get('num_heldout')} held out)"
+        )
+        for name, value in baselines.items():
+            if isinstance(value, float):
+                mark = "  <- any model must beat this" if name == self.primary else ""
+                self._line(f"baseline {name} = {value:.4f}{mark}")
+        self._line(_HEAD)
+
+    def step(self, row: dict[str, Any]) -> None:
+        """Show one step: every `log_every` steps a line, always the first and the last."""
+        step, last = row["step"], self.config.train.steps - 1
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"loss {row['loss']:.4f}", refresh=False)
+            self._bar.update(1)
+        if step % self._every and step != last:
+            return
+        ranks = row["ranks"]
+        stall = sum(ranks[f"stall_{axis}_{cause}_s"][2] for axis, cause in STALL_CAUSES)
+        messages = sum(v[0] for name, v in ranks.items() if name.endswith("sent_messages"))
+        sent = sum(v[0] for name, v in ranks.items() if name.endswith("sent_bytes"))
+        self._line(
+            f"{step:>6} {row['loss']:>8.4f} {row['tokens_per_s']:>10.0f} {messages:>9.0f} "
+            f"{format_bytes(sent):>11} {stall / max(ranks['step_s'][2], 1e-12):>6.1%} "
+            f"{format_bytes(ranks['peak_total_bytes'][3]):>11}"
+        )
+
+    def evaluated(self, result: dict[str, Any], baselines: dict[str, Any]) -> None:
+        """Show a held-out evaluation beside the baseline."""
+        loss, baseline = result["heldout_loss"], baselines[self.primary]
+        below = f", {1 - loss / baseline:+.1%} below {self.primary}" if baseline else ""
+        top1 = f", top-1 {result['heldout_top1']:.1%}" if "heldout_top1" in result else ""
+        self._line(
+            f"{result['step']:>6} held out: loss {loss:.4f}{self._unit}{top1}{below} "
+            f"({result['heldout_rows']} rows)"
+        )
+
+    def finish(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def summary(self, run_dir: Path, totals: list[dict[str, Any]]) -> None:
+        """Say where the run is and whether its bytes are the predicted ones."""
+        difference = 0
+        for entry in totals:
+            for name, counts in entry["traffic"].items():
+                predicted = entry["predicted_traffic"].get(name, {})
+                difference += sum(
+                    abs(value - predicted.get(field, 0)) for field, value in counts.items()
+                )
+        equal = len({entry["params_sha256"] for entry in totals}) == 1
+        self._line(
+            f"done: bytes and messages measured - predicted = {difference}; replicas "
+            f"{'bitwise equal' if equal else 'DIFFER'}"
+        )
+        self._line(f"run directory: {run_dir} (next: mpisim report {run_dir})")
+
+    def _line(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stdout)
+        else:
+            sys.stdout.write(text + "\n")
+        sys.stdout.flush()

@@ -1,0 +1,445 @@
+"""What a rank does from joining the job to its last message."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mpisim
+from mpisim.comm.communicator import Traffic, check_drained
+from mpisim.comm.transport import Transport
+from mpisim.config.schema import RunConfig
+from mpisim.cost.price import Priced, bytes_matrix, price_rank
+from mpisim.data.load import Dataset, load_data
+from mpisim.data.sampler import Sampler, microbatch_bounds, shard_rows, spread_indices
+from mpisim.engine.state import EngineState, StepState
+from mpisim.engine.step import Engine
+from mpisim.errors import ConfigError, PlanError
+from mpisim.launch import Job
+from mpisim.layouts.metrics import MEMORY_CATEGORIES, METRIC_NAMES, TRAFFIC_FIELDS
+from mpisim.plan.build import Plan
+from mpisim.trace.recorder import Recorder
+from mpisim.train.clock import clock_offset_s, host_name
+from mpisim.train.console import Console
+from mpisim.train.rundir import check_run_dir, create_run_dir, run_dir_of, write_json
+from mpisim.train.setup import Setup
+
+
+def train_rank(config: RunConfig, job: Job, *, overwrite: bool = False) -> None:
+    """Do one rank's part of a run and declare it finished.
+
+    Parameters
+    ----------
+    config : RunConfig
+    job : Job
+        Where this rank stands; `job.step` is kept up to date for failure messages.
+    overwrite : bool
+        Replace an earlier run of the same name.
+
+    Raises
+    ------
+    ConfigError
+        Before any step: the layout, the data or the run directory breaks a rule.
+    MpisimError
+        During the run: see `mpisim.errors`.
+    """
+    setup = Setup(config, job.size)
+    transport = job.connect(
+        timeout_s=config.comm.timeout_s, synchronous=config.comm.synchronous_sends
+    )
+    train_on(transport, setup, job, overwrite)
+    job.finish()
+
+
+def train_on(transport: Transport, setup: Setup, job: Job, overwrite: bool) -> EngineState:
+    """Train over a connected transport; returns this rank's final state."""
+    config = setup.config
+    data = load_data(config)
+    sampler = Sampler(data.num_train, config.train.global_batch, config.run.seed)
+    run_dir = _agree_and_create(transport, setup, data, overwrite)
+    offset = clock_offset_s(transport)
+    recorder = Recorder(
+        run_dir / "trace" / f"rank-{transport.rank:04d}.bin" if config.trace.enabled else None,
+        {
+            "rank": transport.rank,
+            "ranks": transport.size,
+            "host": host_name(),
+            "clock_offset_s": offset,
+            "memory_categories": list(MEMORY_CATEGORIES),
+        },
+    )
+    state = EngineState(
+        model=setup.model, mesh=setup.mesh, transport=transport, optimizer=config.optimizer,
+        buckets=setup.full_plan().buckets, seed=config.run.seed, dtype=config.model.dtype,
+        algorithm=config.comm.algorithm, recorder=recorder, data_bytes=data.nbytes,
+    )  # fmt: skip
+    trainer = _Trainer(transport, setup, job, data, sampler, state, run_dir)
+    trainer.run()
+    check_drained(transport, [state.dp, state.control])
+    trainer.write_summary()
+    recorder.close()
+    state.dp.close()
+    state.control.close()
+    transport.barrier()
+    return state
+
+
+class _Trainer:
+    """The loop over steps of one rank."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        setup: Setup,
+        job: Job,
+        data: Dataset,
+        sampler: Sampler,
+        state: EngineState,
+        run_dir: Path,
+    ) -> None:
+        self.transport, self.setup, self.job = transport, setup, job
+        self.config = setup.config
+        self.data, self.sampler, self.state = data, sampler, state
+        self.run_dir = run_dir
+        self.engine = Engine(state, self.config.train.steps)
+        self.is_root = transport.rank == 0
+        self.runs_of_plan: dict[str, tuple[Plan, int]] = {}
+        self.evaluations: list[dict[str, float]] = []
+        self.first_loss = self.last_loss = float("nan")
+        self.baselines = data.baselines() if self.is_root else {}
+        self.started_s = time.time()
+        self.console = Console(self.config, job, data.primary_baseline) if self.is_root else None
+        self.metrics_file = None
+        if self.is_root:
+            self.metrics_file = open(run_dir / "metrics.jsonl", "w", encoding="utf-8")  # noqa: SIM115
+
+    def run(self) -> None:
+        """Make all steps and evaluations."""
+        steps, every = self.config.train.steps, self.config.train.eval_every
+        if self.console is not None:
+            self.console.start(self.baselines, self.data.record(), self.setup)
+        before = time.perf_counter()
+        for step in range(steps):
+            self.job.step = step
+            current = self._step(step)
+            now = time.perf_counter()
+            if self.is_root:
+                self._log(current, now - before)
+            before = now
+            if (every and (step + 1) % every == 0) or step == steps - 1:
+                self._evaluate(step)
+                before = time.perf_counter()
+        if self.is_root:
+            self.metrics_file.close()
+            self.console.finish()
+
+    def _step(self, step: int) -> StepState:
+        plan = self.setup.train_plan(self.sampler.num_rows(step))
+        lo, hi = self._my_rows(self.sampler.num_rows(step))
+        indices = self.sampler.batch_indices(step, lo, hi)
+        bounds = microbatch_bounds(0, hi - lo, self.config.train.num_microbatches)
+        current = self.engine.train_step(
+            plan, step, lambda m: self.data.train_batch(indices[bounds[m] : bounds[m + 1]])
+        )
+        self._count(plan)
+        return current
+
+    def _evaluate(self, step: int) -> None:
+        indices = spread_indices(self.data.num_heldout, self.config.train.eval_rows)
+        if not len(indices):
+            return
+        plan = self.setup.eval_plan(len(indices))
+        lo, hi = self._my_rows(len(indices))
+        rows = plan.rows[self.transport.rank]
+        bounds = microbatch_bounds(lo, hi, len(rows))
+        current = self.engine.evaluate(
+            plan, step, lambda m: self.data.heldout_batch(indices[bounds[m] : bounds[m + 1]])
+        )
+        self._count(plan)
+        result = {
+            "step": step,
+            "heldout_loss": current.global_loss_sum / current.global_targets,
+            "heldout_rows": current.global_targets,
+        }
+        if self.config.data.kind != "regression":
+            result["heldout_top1"] = current.global_correct / current.global_targets
+        self.evaluations.append(result)
+        if self.is_root:
+            self.metrics_file.write(json.dumps(result) + "\n")
+            self.metrics_file.flush()
+            self.console.evaluated(result, self.baselines)
+
+    def _my_rows(self, num_rows: int) -> tuple[int, int]:
+        mesh = self.setup.mesh
+        return shard_rows(num_rows, mesh.dp, mesh.coordinate(self.transport.rank)["dp"])
+
+    def _count(self, plan: Plan) -> None:
+        key = plan.name
+        self.runs_of_plan[key] = (plan, self.runs_of_plan.get(key, (plan, 0))[1] + 1)
+
+    def _log(self, current: StepState, step_s: float) -> None:
+        loss = current.global_loss_sum / current.global_targets
+        if current.step == 0:
+            self.first_loss = loss
+        self.last_loss = loss
+        values = current.metrics
+        spread = np.stack([values[0], values.min(0), values.mean(0), values.max(0)], axis=1)
+        row: dict[str, Any] = {
+            "step": current.step,
+            "loss": loss,
+            "lr": current.lr,
+            "grad_norm": current.grad_norm,
+            "rows": current.global_targets,
+            "step_s": step_s,
+            "tokens_per_s": current.global_targets / step_s,
+            # Per figure: rank 0, then least, mean and largest over ranks.
+            "ranks": dict(zip(METRIC_NAMES, spread.tolist(), strict=True)),
+        }
+        self.metrics_file.write(json.dumps(row) + "\n")
+        self.metrics_file.flush()
+        self.console.step(row)
+
+    # The end -----------------------------------------------------------------------------
+
+    def write_summary(self) -> None:
+        """Collect every rank's totals on rank 0 and write summary.json; all ranks call it."""
+        mine = json.dumps(self._my_totals())
+        everyone = [json.loads(text) for text in self.transport.exchange(mine)]
+        if not self.is_root:
+            return
+        ended_s = time.time()
+        record_path = self.run_dir / "run.json"
+        record = json.loads(record_path.read_text(encoding="utf-8"))
+        record["ended"] = _iso(ended_s)
+        write_json(record_path, record)
+        size = self.transport.size
+        matrix = [[0] * size for _ in range(size)]
+        predicted_matrix = [[0] * size for _ in range(size)]
+        for rank, totals in enumerate(everyone):
+            for peer, nbytes in totals.pop("sent_to").items():
+                matrix[rank][int(peer)] += nbytes
+        for plan, times in self.runs_of_plan.values():
+            for sender, line in enumerate(bytes_matrix(plan)):
+                for receiver, nbytes in enumerate(line):
+                    predicted_matrix[sender][receiver] += nbytes * times
+        for rank, totals in enumerate(everyone):
+            totals["predicted_traffic"] = self._predicted_traffic(rank)
+            totals["predicted_memory"] = self._predicted_memory(rank)
+        write_json(
+            self.run_dir / "summary.json",
+            {
+                "status": "done",
+                "steps": self.config.train.steps,
+                "wall_s": ended_s - self.started_s,
+                "first_loss": self.first_loss,
+                "last_loss": self.last_loss,
+                "baselines": self.baselines,
+                "primary_baseline": self.data.primary_baseline,
+                "evaluations": self.evaluations,
+                "plans": {name: times for name, (_, times) in self.runs_of_plan.items()},
+                "bytes_matrix": matrix,
+                "predicted_bytes_matrix": predicted_matrix,
+                "ranks": everyone,
+            },
+        )
+        self.console.summary(self.run_dir, everyone)
+
+    def _my_totals(self) -> dict[str, Any]:
+        state = self.state
+        sent_to: dict[int, int] = {}
+        traffic: dict[str, Traffic] = {}
+        for communicator in (state.dp, state.control):
+            for collective, moved in communicator.traffic().items():
+                traffic[f"{communicator.axis} {collective}"] = moved
+            for peer, nbytes in communicator.bytes_sent_to().items():
+                sent_to[peer] = sent_to.get(peer, 0) + nbytes
+        ledger = state.ledger
+        return {
+            "rank": state.rank,
+            "host": host_name(),
+            "traffic": {
+                name: {field: getattr(moved, field) for field in TRAFFIC_FIELDS}
+                for name, moved in traffic.items()
+            },
+            "sent_to": sent_to,
+            "stall_s": {
+                f"{axis} {cause}": seconds
+                for (axis, cause), seconds in state.meter.stall_totals.items()
+            },
+            "memory": {
+                "live": ledger.live,
+                "peak": ledger.peak,
+                "peak_total": ledger.peak_total,
+                "at_peak": ledger.at_peak,
+            },
+            "resident_peak_bytes": _resident_peak_bytes(),
+            "params_sha256": _digest(state.params),
+        }
+
+    def _predicted_traffic(self, rank: int) -> dict[str, dict[str, int]]:
+        totals: Priced = {}
+        for plan, times in self.runs_of_plan.values():
+            for key, counts in price_rank(plan, rank).items():
+                entry = totals.setdefault(key, dict.fromkeys(TRAFFIC_FIELDS, 0))
+                for field, value in counts.items():
+                    entry[field] += value * times
+        return {f"{axis} {collective}": counts for (axis, collective), counts in totals.items()}
+
+    def _predicted_memory(self, rank: int) -> dict[str, Any]:
+        peak = dict.fromkeys(MEMORY_CATEGORIES, 0)
+        worst: Any = None
+        for plan, _ in self.runs_of_plan.values():
+            forecast = self.setup.forecast(plan, rank, self.data.nbytes)
+            peak = {name: max(value, forecast.peak[name]) for name, value in peak.items()}
+            if worst is None or forecast.peak_total > worst.peak_total:
+                worst = forecast
+        return {
+            "peak": peak,
+            "peak_total": worst.peak_total,
+            "at_peak": worst.at_peak,
+            "peak_op": worst.peak_op,
+        }
+
+
+def _agree_and_create(
+    transport: Transport, setup: Setup, data: Dataset, overwrite: bool
+) -> Path:
+    """Compare what all ranks are about to do, then let rank 0 create the run directory."""
+    config = setup.config
+    order = [[p.name, list(p.shape), config.model.dtype] for p in setup.model.param_specs()]
+    mine = {
+        "config": hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16],
+        "data": str(data.record().get("sha256", ""))[:16],
+        "parameter order": hashlib.sha256(json.dumps(order).encode()).hexdigest()[:16],
+        "mpisim version": mpisim.__version__,
+        "NumPy version": np.__version__,
+    }
+    error = ""
+    run_dir = run_dir_of(config).absolute()
+    if transport.rank == 0:
+        try:
+            check_run_dir(config, overwrite)
+        except ConfigError as refused:
+            error = str(refused)
+    told = [
+        json.loads(text)
+        for text in transport.exchange(json.dumps([mine, error, str(run_dir), host_name()]))
+    ]
+    if told[0][1]:
+        raise ConfigError(told[0][1])
+    for rank, (theirs, *_) in enumerate(told):
+        for what, value in theirs.items():
+            if value != told[0][0][what]:
+                raise ConfigError(
+                    f"all ranks must have the same {what}; got {told[0][0][what]} on rank 0 and "
+                    f"{value} on rank {rank} ({told[rank][3]}). Give every host the same files."
+                )
+    run_dir = Path(told[0][2])
+    failed = ""
+    if transport.rank == 0:
+        try:
+            create_run_dir(run_dir, overwrite)
+            hosts = [entry[3] for entry in told]
+            write_json(run_dir / "run.json", run_record(setup, transport, data, hosts))
+        except (ConfigError, OSError) as refused:
+            failed = str(refused)
+    failed = transport.exchange(failed)[0]
+    if failed:
+        raise ConfigError(failed)
+    # On another host without a shared file system a rank keeps its trace in a folder of its own.
+    (run_dir / "trace").mkdir(parents=True, exist_ok=True)
+    return run_dir
+
+
+def run_record(
+    setup: Setup, transport: Transport, data: Dataset, hosts: list[str]
+) -> dict[str, Any]:
+    """Return what run.json holds: everything needed to repeat the run."""
+    import importlib.metadata as metadata
+
+    config = setup.config
+    mesh = setup.mesh
+    return {
+        "version": 1,
+        "name": config.run.name,
+        "seed": config.run.seed,
+        "config": config.model_dump(mode="json"),
+        "data": data.record(),
+        "ranks": transport.size,
+        "mesh": {"dp": mesh.dp, "pp": mesh.pp, "tp": mesh.tp},
+        "hosts": hosts,
+        "cores": os.cpu_count(),
+        "platform": platform.platform(),
+        "processor": platform.processor() or platform.machine(),
+        "blas_threads": os.environ.get("OPENBLAS_NUM_THREADS", "library default"),
+        "versions": {
+            "mpisim": mpisim.__version__,
+            "commit": _commit(),
+            "python": sys.version.split()[0],
+            "numpy": np.__version__,
+            "mpi4py": metadata.version("mpi4py"),
+            "mpi": transport.library,
+        },
+        "started": _iso(time.time()),
+        "ended": None,
+    }
+
+
+def _commit() -> str | None:
+    """Return the git commit the package runs from, if it runs from a checkout."""
+    here = Path(mpisim.__file__).resolve().parent
+    if not (here.parent / "pyproject.toml").is_file():
+        return None
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=here, capture_output=True, text=True, timeout=5, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _iso(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")
+
+
+def _resident_peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Kibibytes on Linux, bytes on macOS.
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _digest(params: dict[str, np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(params):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(params[name]).tobytes())
+    return digest.hexdigest()
+
+
+def assert_replicas_equal(totals: list[dict[str, Any]]) -> None:
+    """Compare the digests of all replicas' parameters.
+
+    Raises
+    ------
+    PlanError
+        Two replicas differ in some bit.
+    """
+    digests = {entry["params_sha256"] for entry in totals}
+    if len(digests) > 1:
+        raise PlanError(
+            f"replicas must hold the same bits; got {len(digests)} different sets of parameters. "
+            f"Report this: a collective or an update is wrong."
+        )

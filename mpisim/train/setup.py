@@ -1,0 +1,220 @@
+"""From a config to a model, a mesh and plans; and the static check of `mpisim check`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpisim.config.schema import RunConfig
+from mpisim.cost.price import Priced, price_rank
+from mpisim.data.sampler import microbatch_bounds, shard_rows
+from mpisim.engine.state import UPDATE_SCRATCH, num_optimizer_arrays
+from mpisim.errors import ConfigError
+from mpisim.layouts.specs import BlockSpec
+from mpisim.mesh import build_mesh
+from mpisim.nn.models import Model, build_mlp
+from mpisim.plan.build import Plan, build_eval_plan, build_train_plan
+from mpisim.plan.check import MemoryForecast, check_plan, predict_memory
+from mpisim.units import format_bytes
+
+EVAL_ROWS_PER_FORWARD = 1024
+"""Rows of one forward of an evaluation; more are cut into several."""
+
+
+def build_model(config: RunConfig) -> Model:
+    """Return the model that a config describes."""
+    data, model = config.data, config.model
+    if data.kind == "regression":
+        return build_mlp(
+            input_kind="features", num_features=data.num_features, hidden=model.hidden,
+            activation=model.activation, output=("targets", data.num_targets),
+        )  # fmt: skip
+    return build_mlp(
+        input_kind="tokens", window=data.window, vocab_size=256, embed_dim=model.embed_dim,
+        hidden=model.hidden, activation=model.activation, output=("classes", 256),
+    )  # fmt: skip
+
+
+def batch_row_bytes(config: RunConfig) -> int:
+    """Return the bytes of one row of inputs and targets."""
+    data = config.data
+    if data.kind == "regression":
+        return (data.num_features + data.num_targets) * np.dtype(config.model.dtype).itemsize
+    return data.window + 1
+
+
+class Setup:
+    """Everything about a run that follows from its config and the number of ranks.
+
+    Parameters
+    ----------
+    config : RunConfig
+    num_ranks : int
+
+    Raises
+    ------
+    ConfigError
+        The ranks do not match the mesh, or the batch does not divide.
+    """
+
+    def __init__(self, config: RunConfig, num_ranks: int) -> None:
+        self.config = config
+        self.mesh = build_mesh(config.parallel.dp, num_ranks)
+        pieces = self.mesh.dp * config.train.num_microbatches
+        if config.train.global_batch % pieces:
+            batch = config.train.global_batch
+            lower = max(batch // pieces, 1) * pieces
+            raise ConfigError(
+                f"train.global_batch must be divisible by ranks * train.num_microbatches; got "
+                f"{batch} with {self.mesh.dp} * {config.train.num_microbatches} = {pieces}. Set "
+                f"train.global_batch = {lower} or change the number of ranks."
+            )
+        self.model = build_model(config)
+        self.itemsize = np.dtype(config.model.dtype).itemsize
+        self._specs: dict[int, tuple[BlockSpec, ...]] = {}
+        self._plans: dict[tuple, Plan] = {}
+
+    def specs(self, rows: int) -> tuple[BlockSpec, ...]:
+        """Return the block specs for a microbatch of `rows` rows."""
+        found = self._specs.get(rows)
+        if found is None:
+            found = self._specs[rows] = self.model.spec(rows, np.dtype(self.config.model.dtype))
+        return found
+
+    def signature(self, num_rows: int) -> tuple[tuple[int, ...], ...]:
+        """Return the rows per rank and microbatch of an update of `num_rows` rows."""
+        micros = self.config.train.num_microbatches
+        rows = []
+        for index in range(self.mesh.dp):
+            lo, hi = shard_rows(num_rows, self.mesh.dp, index)
+            bounds = microbatch_bounds(lo, hi, micros)
+            rows.append(tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False)))
+        return tuple(rows)
+
+    def train_plan(self, num_rows: int) -> Plan:
+        """Return the checked plan of an update of `num_rows` rows, built once per shape."""
+        key = ("train", num_rows)
+        if key not in self._plans:
+            config = self.config
+            plan = build_train_plan(
+                mesh=self.mesh, specs=self.specs, rows=self.signature(num_rows),
+                dtype=config.model.dtype, itemsize=self.itemsize,
+                bucket_bytes=config.parallel.bucket_bytes, overlap=config.parallel.overlap,
+                algorithm=config.comm.algorithm,
+            )  # fmt: skip
+            check_plan(plan)
+            self._plans[key] = plan
+        return self._plans[key]
+
+    def full_plan(self) -> Plan:
+        """Return the plan of an update with the whole global batch."""
+        return self.train_plan(self.config.train.global_batch)
+
+    def eval_plan(self, num_rows: int) -> Plan:
+        """Return the checked plan of an evaluation of `num_rows` held-out rows."""
+        key = ("eval", num_rows)
+        if key not in self._plans:
+            rows = []
+            for index in range(self.mesh.dp):
+                lo, hi = shard_rows(num_rows, self.mesh.dp, index)
+                micros = max(1, -(-(hi - lo) // EVAL_ROWS_PER_FORWARD))
+                bounds = microbatch_bounds(lo, hi, micros)
+                rows.append(tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False)))
+            plan = build_eval_plan(
+                mesh=self.mesh, specs=self.specs, rows=tuple(rows),
+                dtype=self.config.model.dtype, algorithm=self.config.comm.algorithm,
+            )  # fmt: skip
+            check_plan(plan)
+            self._plans[key] = plan
+        return self._plans[key]
+
+    def forecast(self, plan: Plan, rank: int, data_bytes: int) -> MemoryForecast:
+        """Return the predicted bytes of a rank while it runs `plan`."""
+        optimizer = self.config.optimizer
+        buckets = self.full_plan().buckets
+        if plan.kind == "eval":
+            plan = _with_buckets(plan, buckets)
+        return predict_memory(
+            plan, rank, self.specs, itemsize=self.itemsize,
+            optimizer_arrays=num_optimizer_arrays(optimizer.kind, optimizer.momentum),
+            scratch_bytes=UPDATE_SCRATCH * self.itemsize,
+            batch_row_bytes=batch_row_bytes(self.config), data_bytes=data_bytes,
+        )  # fmt: skip
+
+
+def _with_buckets(plan: Plan, buckets: tuple) -> Plan:
+    # Gradients and scratch stay allocated while a rank evaluates.
+    from dataclasses import replace
+
+    return replace(plan, buckets=buckets)
+
+
+@dataclass
+class CheckReport:
+    """What `mpisim check` found: figures per rank of one full step, no data involved."""
+
+    plan: Plan
+    priced: list[Priced]
+    memory: list[MemoryForecast]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row per rank."""
+        rows = []
+        for rank, (priced, memory) in enumerate(zip(self.priced, self.memory, strict=True)):
+            row: dict[str, Any] = {"rank": rank, "ops": len(self.plan.ranks[rank])}
+            for (axis, collective), counts in priced.items():
+                for field, value in counts.items():
+                    row[f"{axis}_{collective}_{field}"] = value
+            row |= {f"peak_{name}_bytes": value for name, value in memory.peak.items()}
+            row["peak_total_bytes"] = memory.peak_total
+            row["peak_op"] = memory.peak_op
+            rows.append(row)
+        return rows
+
+    def text(self) -> str:
+        """Return a table for people."""
+        plan = self.plan
+        lines = [
+            f"plan {plan.name}: {len(plan.ranks)} ranks, {len(plan.blocks)} blocks, "
+            f"{len(plan.buckets)} gradient buckets",
+            "ok: order, matching, deadlock, leaks",
+            "",
+            f"{'rank':>4} {'ops':>5} {'messages out':>12} {'bytes out':>12} {'peak memory':>12}  "
+            f"peaks in (without the data set)",
+        ]
+        for rank, (priced, memory) in enumerate(zip(self.priced, self.memory, strict=True)):
+            messages = sum(counts["sent_messages"] for counts in priced.values())
+            sent = sum(counts["sent_bytes"] for counts in priced.values())
+            lines.append(
+                f"{rank:>4} {len(plan.ranks[rank]):>5} {messages:>12} {sent:>12} "
+                f"{format_bytes(memory.peak_total):>12}  {memory.peak_op}"
+            )
+        return "\n".join(lines)
+
+
+def check(config: RunConfig, ranks: int) -> CheckReport:
+    """Build and prove the plan of a full step, without data and without MPI.
+
+    Parameters
+    ----------
+    config : RunConfig
+    ranks : int
+
+    Returns
+    -------
+    CheckReport
+
+    Raises
+    ------
+    ConfigError, PlanError
+        The layout is impossible, or the plan breaks a rule.
+    """
+    setup = Setup(config, ranks)
+    plan = setup.full_plan()
+    return CheckReport(
+        plan,
+        [price_rank(plan, rank) for rank in range(ranks)],
+        [setup.forecast(plan, rank, 0) for rank in range(ranks)],
+    )

@@ -1,0 +1,64 @@
+"""Numbers with units: bytes and seconds, printed and parsed.
+
+Sizes are binary (1 KiB = 1024 bytes) everywhere; a bare number is bytes.
+"""
+
+from __future__ import annotations
+
+import re
+
+_BINARY = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def format_bytes(nbytes: float) -> str:
+    """Return bytes with a binary unit and about three digits.
+
+    Examples
+    --------
+    >>> format_bytes(512), format_bytes(1536), format_bytes(64 << 20)
+    ('512 B', '1.50 KiB', '64.0 MiB')
+    """
+    if abs(nbytes) < 1024:
+        return f"{nbytes:.0f} B"
+    value = float(nbytes)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if abs(value) < 1024 or unit == "TiB":
+            break
+    return f"{value:.{max(0, 2 - len(str(int(abs(value)))) + 1)}f} {unit}"
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that a text such as ``64KiB`` or ``4096`` names.
+
+    Raises
+    ------
+    ValueError
+        The unit is unknown or the number is no number of bytes.
+
+    Examples
+    --------
+    >>> parse_bytes("64KiB"), parse_bytes("1.5 MiB"), parse_bytes("100")
+    (65536, 1572864, 100)
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    unit = match[2] or "B" if match else ""
+    if not match or unit not in _BINARY or not (float(match[1]) * _BINARY[unit]).is_integer():
+        raise ValueError(
+            f"size must be a number with a unit of {', '.join(_BINARY)}; got {text!r}. Write 64KiB."
+        )
+    return int(float(match[1]) * _BINARY[unit])
+
+
+def format_seconds(seconds: float) -> str:
+    """Return seconds with a fitting unit.
+
+    Examples
+    --------
+    >>> format_seconds(0.0000123), format_seconds(0.0123), format_seconds(1.5)
+    ('12.3 us', '12.3 ms', '1.5 s')
+    """
+    for factor, unit in ((1e6, "us"), (1e3, "ms")):
+        if abs(seconds) * factor < 1000:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"

@@ -1,0 +1,52 @@
+"""A rank that behaves as its first argument says; started by the tests of the launcher."""
+
+import os
+import signal
+import sys
+import time
+
+from mpisim.errors import CommTimeout, ConfigError
+from mpisim.launch import run_as_rank
+
+how, culprit = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else -1
+
+
+def act(job):
+    if how == "config-before-mpi":
+        raise ConfigError("run.dir must be new; got an old one. Add --overwrite.")
+    transport = job.connect(timeout_s=30.0)
+    transport.barrier()
+    sys.stdout.write(f"rank {job.rank} of {job.size} is process {os.getpid()}\n")
+    sys.stdout.flush()
+    transport.barrier()
+    job.step = 7
+    if job.rank == culprit:
+        if how == "user-error":
+            raise CommTimeout("a message must arrive in time; got none. Look at rank 0.")
+        if how == "crash":
+            raise ZeroDivisionError("made up for a test")
+        if how == "config":
+            raise ConfigError("data.path must exist on every host; got none here. Copy it.")
+        if how == "disk":
+            raise OSError(28, "No space left on device", "runs/x/metrics.jsonl")
+        if how == "exit":
+            sys.exit(0)
+        if how == "return":
+            return
+        if how == "vanish":
+            os._exit(0)
+        if how.startswith("signal-"):
+            os.kill(os.getpid(), getattr(signal, how.removeprefix("signal-")))
+    if how == "bar" and job.rank == 0:
+        sys.stderr.write(f"\rterminal={job.terminal} 50%|#####     |")
+        sys.stderr.flush()
+    if culprit >= 0 or how == "hang":
+        # As a rank that waits for a message of the culprit: it polls, and it would wait for long.
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            time.sleep(0.001)
+    transport.close()
+    job.finish()
+
+
+sys.exit(run_as_rank(act))

@@ -1,0 +1,13 @@
+"""The examples in the docstrings of `mpisim.reference` do what they say."""
+
+import doctest
+import importlib
+
+import pytest
+
+
+@pytest.mark.parametrize("module", ["mlp", "accumulation", "chunks", "data_parallel", "optimizers"])
+def test_examples_in_docstrings(module):
+    result = doctest.testmod(importlib.import_module(f"mpisim.reference.{module}"))
+    assert result.attempted > 0
+    assert result.failed == 0
