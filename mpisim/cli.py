@@ -333,7 +333,7 @@ def bench_collectives(
     """Time the rings beside the library's collectives and a memory copy."""
     from mpisim.bench import bench_collectives as measure
 
-    return measure(ranks=ranks, launches=launches, sizes=sizes, json=as_json)
+    return measure(ranks=ranks, launches=launches, sizes=sizes, as_json=as_json)
 
 
 @bench.command("trace")
@@ -343,7 +343,7 @@ def bench_trace(ranks: int, as_json: bool) -> int:
     """Time a training step with tracing on and off."""
     from mpisim.bench import bench_trace as measure
 
-    return measure(ranks=ranks, json=as_json)
+    return measure(ranks=ranks, as_json=as_json)
 
 
 @cli.command()

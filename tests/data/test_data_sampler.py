@@ -148,7 +148,7 @@ def test_microbatches_cut_a_shard_without_gap():
 
 def test_spread_indices_are_even_and_distinct():
     assert spread_indices(10, 5).tolist() == [0, 2, 4, 6, 8]
-    assert spread_indices(10, 3).tolist() == [0, 3, 6]
+    assert spread_indices(10, 4).tolist() == [0, 2, 5, 7]
     assert spread_indices(10, 0).tolist() == spread_indices(10, 99).tolist() == list(range(10))
     assert spread_indices(0, 0).tolist() == spread_indices(0, 5).tolist() == []
     for limit in range(1, 50):

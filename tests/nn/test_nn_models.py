@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
 import math
 
 import numpy as np
 import pytest
 
 from mpisim.errors import ConfigError
+from mpisim.nn import models, optim
 from mpisim.nn.layers import Activation, LayerContext, Linear
 from mpisim.nn.models import build_mlp
 from mpisim.nn.params import init_params, rng_for_name
@@ -249,3 +251,9 @@ def test_build_mlp_refuses_unknown_names_and_sizes(change, match):
     build_mlp(**good)
     with pytest.raises(ConfigError, match=match):
         build_mlp(**{**good, **change})
+
+
+@pytest.mark.parametrize("module", [models, optim])
+def test_docstring_examples_hold(module):
+    result = doctest.testmod(module)
+    assert result.attempted and not result.failed

