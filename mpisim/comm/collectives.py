@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,9 +22,13 @@ import numpy as np
 from mpisim.comm.transport import Message, Transport, length_error
 from mpisim.layouts.steps import NO_PEER, PIPELINE_DEPTH, StepTable, Transfer, scratch_slots
 from mpisim.trace.events import COMBINE, COPY, RECV, SEND, ProgramTable
-from mpisim.trace.recorder import ProgramStamps
+from mpisim.trace.recorder import ProgramStamps, Recorder
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+STREAM_BYTES = 4 << 20
+"""Above, the pieces of a buffer are sent as `streaming` (see `Transport.prepare_send`)."""
 
 
 @dataclass
@@ -52,6 +57,8 @@ class _Runtime(NamedTuple):
     copyto: Callable[..., Any]
     clock: Callable[[], Any]
     append: Callable[[Any], None]
+    spill: Callable[[], None]
+    """Called before a run: writes the stamps out if there are too many."""
     status: Any
     received_bytes: Callable[[], int]
     rank: int
@@ -76,7 +83,7 @@ def _exchange_steps(
     """
     add, copyto = runtime.add, runtime.copyto
     clock, append, status = runtime.clock, runtime.append, runtime.status
-    received_bytes, rank = runtime.received_bytes, runtime.rank
+    received_bytes, rank, spill = runtime.received_bytes, runtime.rank, runtime.spill
     code = []
     for row in rows:
         recv, send = row.recv, row.send
@@ -96,6 +103,7 @@ def _exchange_steps(
         )
     while True:
         if traced:
+            spill()
             append(clock())
         if before is not None:
             copyto(*before)
@@ -137,7 +145,7 @@ def _pipeline_steps(
     """Run the rows with `PIPELINE_DEPTH` receives posted ahead; forward a segment once added."""
     add, copyto = runtime.add, runtime.copyto
     clock, append, status = runtime.clock, runtime.append, runtime.status
-    received_bytes, rank = runtime.received_bytes, runtime.rank
+    received_bytes, rank, spill = runtime.received_bytes, runtime.rank, runtime.spill
     num_rows = len(rows)
     first_sends = [row.send.start for row in rows if row.starts_after < 0]
     forwards: list[Callable[[], None] | None] = [None] * num_rows
@@ -157,6 +165,7 @@ def _pipeline_steps(
     tail = [row.send for number, row in enumerate(rows) if number not in waited_early]
     while True:
         if traced:
+            spill()
             append(clock())
         if before is not None:
             copyto(*before)
@@ -202,7 +211,7 @@ class Program:
     """A compiled collective over fixed buffers (see the module docstring)."""
 
     __slots__ = (
-        "advance", "buffers", "messages", "runs", "stamps", "table", "traffic",
+        "advance", "buffers", "messages", "runs", "stamps", "table", "traffic", "x",
     )  # fmt: skip
 
     def __init__(
@@ -215,6 +224,7 @@ class Program:
     ) -> None:
         self.table = table
         self.buffers = buffers
+        self.x = buffers[0]
         self.messages = messages
         self.advance = advance
         self.stamps = stamps
@@ -294,13 +304,13 @@ class _Builder:
         """
         combines = [row for row in self.transfers if row.combine]
         slots = self.slots(x.dtype)
-        partial: tuple[int, int, np.ndarray] | None = None
+        held: tuple[int, int, np.ndarray] | None = None
         copied = False
         rows = []
 
         def current(lo: int, hi: int) -> np.ndarray:
-            if partial is not None and partial[0] <= lo and hi <= partial[1]:
-                return partial[2][lo - partial[0] : hi - partial[0]]
+            if held is not None and held[0] <= lo and hi <= held[1]:
+                return held[2][lo - held[0] : hi - held[0]]
             return x[lo:hi]
 
         for number, row in enumerate(self.transfers):
@@ -312,14 +322,14 @@ class _Builder:
                 rows.append(
                     _Row(row, self.send(row, sent), self.recv(row, slot), (own, slot, slot))
                 )
-                partial = (row.recv_lo, row.recv_hi, slot)
+                held = (row.recv_lo, row.recv_hi, slot)
                 continue
             built = _Row(
                 row, self.send(row, sent), self.recv(row, x[row.recv_lo : row.recv_hi])
             )
-            if partial is not None and not copied:
-                built.copy = (x[partial[0] : partial[1]], partial[2])
-                copied, partial = True, None
+            if held is not None and not copied:
+                built.copy = (x[held[0] : held[1]], held[2])
+                copied, held = True, None
             rows.append(built)
         return rows
 
@@ -395,7 +405,7 @@ def compile_program(
     x: np.ndarray,
     out: np.ndarray | None,
     scratch: Callable[[int, np.dtype], np.ndarray],
-    add_program: Callable[[ProgramTable], ProgramStamps] | None,
+    recorder: Recorder | None,
     clock: Callable[[], float],
     axis: str,
     label: str = "",
@@ -419,33 +429,35 @@ def compile_program(
     scratch : callable
         ``scratch(count, dtype)`` lends an array that programs of the same queue may share,
         because they run one after the other.
-    add_program : callable or None
-        Registers the program's `ProgramTable` and returns where its stamps go; None: no trace.
+    recorder : Recorder or None
+        Where stamps go; None: no trace.
     clock : callable
         Seconds.
     axis, label : str
         Named in the trace.
     """
     made: list[Message] = []
+    streaming = table.segments > 1 and table.count * x.itemsize > STREAM_BYTES
 
     def make_send(view: np.ndarray, peer: int) -> Message:
-        made.append(transport.prepare_send(view, peer, channel))
+        made.append(transport.prepare_send(view, peer, channel, streaming))
         return made[-1]
 
     def make_recv(view: np.ndarray, peer: int) -> Message:
-        made.append(transport.prepare_recv(view, peer, channel))
+        made.append(transport.prepare_recv(view, peer, channel, streaming))
         return made[-1]
 
     builder = _Builder(table, index, group, make_send, make_recv, scratch)
     rows, steps, before = _build_rows(builder, x, out)
     stamps = None
-    if add_program is not None and rows:
-        stamps = add_program(_describe(table, rows, steps, x.dtype, axis, label))
+    if recorder is not None and rows:
+        stamps = recorder.add_program(_describe(table, rows, steps, x.dtype, axis, label))
     runtime = _Runtime(
         add=np.add,
         copyto=np.copyto,
         clock=clock,
         append=stamps.stamps.append if stamps is not None else _nothing,
+        spill=partial(recorder.spill_if_long, stamps) if stamps is not None else _nothing,
         status=transport.status,
         received_bytes=transport.received_bytes,
         rank=transport.rank,
@@ -538,7 +550,7 @@ def _describe(
 
     runtime = _Runtime(
         add=did_add, copyto=did_copy, clock=lambda: last[0], append=stamps.append,
-        status=None, received_bytes=lambda: received[0], rank=-1,
+        spill=_nothing, status=None, received_bytes=lambda: received[0], rank=-1,
     )  # fmt: skip
     next(steps(fakes, runtime, True, None))
     messages = [message for row in rows for message in (row.send, row.recv) if message]

@@ -132,12 +132,16 @@ class LocalTransport:
         """Bytes of the last receive that completed."""
         return self.status.nbytes
 
-    def prepare_send(self, buffer: np.ndarray, dest: int, channel: int) -> LocalMessage:
+    def prepare_send(
+        self, buffer: np.ndarray, dest: int, channel: int, streaming: bool = False
+    ) -> LocalMessage:
         """Bind a send."""
         tag = checked_tag(buffer, dest, self.size, channel, receive=False)
         return LocalMessage(self, buffer.reshape(-1).view(np.uint8), True, dest, tag)
 
-    def prepare_recv(self, buffer: np.ndarray, source: int, channel: int) -> LocalMessage:
+    def prepare_recv(
+        self, buffer: np.ndarray, source: int, channel: int, streaming: bool = False
+    ) -> LocalMessage:
         """Bind a receive."""
         tag = checked_tag(buffer, source, self.size, channel, receive=True)
         return LocalMessage(self, buffer.reshape(-1).view(np.uint8), False, source, tag)

@@ -63,11 +63,19 @@ class Transport(Protocol):
     received_bytes: Callable[[], int]
     """Bytes of the receive that the last successful ``test(status)`` completed."""
 
-    def prepare_send(self, buffer: np.ndarray, dest: int, channel: int) -> Message:
-        """Bind a send; raises ValueError for a buffer that cannot be sent in place."""
+    def prepare_send(
+        self, buffer: np.ndarray, dest: int, channel: int, streaming: bool = False
+    ) -> Message:
+        """Bind a send; raises ValueError for a buffer that cannot be sent in place.
 
-    def prepare_recv(self, buffer: np.ndarray, source: int, channel: int) -> Message:
-        """Bind a receive into `buffer`."""
+        `streaming` says that the buffer is a piece of one that no cache holds; both ends of a
+        message give the same value. It may change how fast the bytes move, nothing else.
+        """
+
+    def prepare_recv(
+        self, buffer: np.ndarray, source: int, channel: int, streaming: bool = False
+    ) -> Message:
+        """Bind a receive into `buffer` (see `prepare_send`)."""
 
     def pause(self, pending: Message, waited_s: float) -> None:
         """Yield the core; raise if the peer is lost, the time is up or a stranger waits."""

@@ -80,12 +80,15 @@ class Filter:
         return self.idle()
 
     def _may_become_banner(self, rest: bytes, at_start: bool) -> bool:
-        if len(rest) > _MAX_HELD:
+        if not rest or len(rest) > _MAX_HELD:
             return False
         if self.withheld and not rest.strip(_PADDING):
             return True
         # A progress bar has no line break: a rule may follow it on its line.
-        return (at_start and rest.startswith(_MAY_BEGIN)) or rest.endswith((b"--", b"=="))
+        opening = at_start and any(
+            rest.startswith(start) or start.startswith(rest) for start in _MAY_BEGIN
+        )
+        return opening or rest.endswith((b"--", b"=="))
 
     def _passed(self, out: bytes) -> bytes:
         if out:

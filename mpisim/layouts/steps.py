@@ -22,12 +22,14 @@ NO_PEER = -1
 ALGORITHMS = ("auto", "ring", "recursive_doubling", "halving_doubling")
 
 # Switch-over sizes of `auto`, bytes of the whole buffer; measured by `mpisim bench collectives`
-# (experiments/bench/README.md shows the table that these numbers come from).
-LATENCY_BYTES = 16 << 10
+# (experiments/bench/README.md shows the tables that these numbers come from).
+LATENCY_BYTES = 64 << 10
 """At or below: recursive doubling (fewest messages in a row)."""
+HALVING_BYTES = 2 << 20
+"""At or below, on 4, 8, 16, ... ranks: halving and doubling (few messages, no byte twice)."""
 PIPELINE_BYTES = 2 << 20
-"""Above: the ring is cut into segments, so that adding one overlaps receiving the next."""
-SEGMENT_BYTES = 256 << 10
+"""Above, a ring is cut into segments, so that adding one overlaps receiving the next."""
+SEGMENT_BYTES = 512 << 10
 """Largest segment of a pipelined ring: two of them stay in a core's private cache."""
 
 PIPELINE_DEPTH = 2
@@ -137,8 +139,8 @@ def scratch_slots(table: StepTable, index: int) -> tuple[int, int]:
 def choose_algorithm(nbytes: int, size: int, algorithm: str = "auto") -> str:
     """Return the all-reduce algorithm for a buffer of `nbytes` over `size` ranks.
 
-    `auto`: recursive doubling up to `LATENCY_BYTES`; then, up to `PIPELINE_BYTES`, halving and
-    doubling on 4, 8, 16, ... ranks and the ring elsewhere; above, the segmented ring. A forced
+    `auto`: recursive doubling up to `LATENCY_BYTES`; then, up to `HALVING_BYTES`, halving and
+    doubling on 4, 8, 16, ... ranks; else the ring, segmented above `PIPELINE_BYTES`. A forced
     `halving_doubling` needs a power-of-two group and falls to the ring elsewhere, because a group
     size is decided by the mesh and not by the one who picks the algorithm.
     """
@@ -146,7 +148,7 @@ def choose_algorithm(nbytes: int, size: int, algorithm: str = "auto") -> str:
     if algorithm == "auto":
         if nbytes <= LATENCY_BYTES:
             return "recursive_doubling"
-        if nbytes <= PIPELINE_BYTES and power_of_two and size >= 4:
+        if nbytes <= HALVING_BYTES and power_of_two and size >= 4:
             return "halving_doubling"
         return "ring"
     if algorithm == "halving_doubling" and not power_of_two:

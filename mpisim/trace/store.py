@@ -231,25 +231,27 @@ def expand_stalls(trace: RankTrace) -> np.ndarray:
     A collective that runs beside compute waits without cost; only the part of a wait that falls
     into an op which does nothing but wait is a stall.
     """
-    ops = expand_ops(trace)
-    activities = expand_activities(trace)
+    ops, activities = expand_ops(trace), expand_activities(trace)
     waits = activities[(activities["activity"] == RECV) | (activities["activity"] == SEND)]
-    parts = []
-    for step, plan_ident in np.unique(ops[["step", "plan"]]):
-        step_ops = ops[(ops["step"] == step) & (ops["plan"] == plan_ident)]
-        plan = trace.plans[int(plan_ident)]
-        blocking = step_ops[[bool(plan.waits[i]) for i in step_ops["op_index"]]]
-        mine = waits[waits["step"] == step]
-        for op in blocking:
-            start = np.maximum(mine["start_s"], op["start_s"])
-            end = np.minimum(mine["end_s"], op["end_s"])
-            hit = np.flatnonzero(end > start)
-            rows = np.empty(len(hit), dtype=STALL_DTYPE)
-            rows["step"], rows["op_index"] = step, op["op_index"]
-            rows["program"], rows["activity"] = mine["program"][hit], mine["activity"][hit]
-            rows["start_s"], rows["end_s"] = start[hit], end[hit]
-            for position, index in enumerate(hit):
-                row = trace.programs[int(mine["program"][index])].rows[mine["row"][index]]
-                rows["peer"][position] = row[2] if mine["activity"][index] == SEND else row[4]
-            parts.append(rows)
-    return np.concatenate(parts) if parts else np.empty(0, dtype=STALL_DTYPE)
+    waits = waits[np.argsort(waits["start_s"], kind="stable")]
+    blocks = {ident: [bool(axis) for axis in plan.waits] for ident, plan in trace.plans.items()}
+    pairs = zip(ops["plan"].tolist(), ops["op_index"].tolist(), strict=True)
+    blocking = ops[np.array([blocks[plan][index] for plan, index in pairs], dtype=bool)]
+    # Ops of a rank follow each other, so the blocking ops that a wait meets are neighbours.
+    first = np.searchsorted(blocking["end_s"], waits["start_s"], side="right")
+    last = np.searchsorted(blocking["start_s"], waits["end_s"], side="left")
+    met = np.maximum(last - first, 0)
+    wait = np.repeat(np.arange(len(waits)), met)
+    within = np.arange(len(wait)) - np.repeat(np.cumsum(met) - met, met)
+    op, waits = blocking[first[wait] + within], waits[wait]
+    rows = np.empty(len(waits), dtype=STALL_DTYPE)
+    rows["step"], rows["op_index"] = op["step"], op["op_index"]
+    rows["program"], rows["activity"] = waits["program"], waits["activity"]
+    rows["start_s"] = np.maximum(waits["start_s"], op["start_s"])
+    rows["end_s"] = np.minimum(waits["end_s"], op["end_s"])
+    for ident, program in trace.programs.items():
+        mine = rows["program"] == ident
+        if mine.any():
+            peers = program_rows(program)[waits["row"][mine]]
+            rows["peer"][mine] = np.where(rows["activity"][mine] == SEND, peers[:, 2], peers[:, 4])
+    return rows[np.lexsort((rows["start_s"], rows["op_index"], rows["step"]))]

@@ -37,10 +37,19 @@ def act(job):
             os._exit(0)
         if how.startswith("signal-"):
             os.kill(os.getpid(), getattr(signal, how.removeprefix("signal-")))
-    if how == "bar" and job.rank == 0:
-        sys.stderr.write(f"\rterminal={job.terminal} 50%|#####     |")
-        sys.stderr.flush()
-    if culprit >= 0 or how == "hang":
+    if how == "bar":
+        if job.rank == 0:
+            sys.stderr.write(f"\rterminal={job.terminal} 50%|#####     |")
+            sys.stderr.flush()
+        transport.barrier()
+        time.sleep(0.2)
+        if job.rank == culprit:
+            raise CommTimeout("it must move; got stuck. Push.")
+    while how == "chatter" and job.rank == 0:
+        sys.stdout.write("and on it goes\n")
+        sys.stdout.flush()
+        time.sleep(0.01)
+    if culprit >= 0 or how in ("hang", "chatter"):
         # As a rank that waits for a message of the culprit: it polls, and it would wait for long.
         end = time.monotonic() + 60
         while time.monotonic() < end:

@@ -1,0 +1,443 @@
+"""Report rows as tables for people. No number is computed here that `rows.py` does not have.
+
+Ranks with the same figures share one line, so the tables stay short whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from mpisim.report.rows import Row
+from mpisim.units import format_bytes, format_seconds
+
+CAUSES = {"recv": "receive", "send": "send"}
+"""What a rank waited for, in words; "send" is the completion of one."""
+
+_MARK = "  <-- DIFFERS"
+
+
+def make_text(rows: list[Row]) -> str:
+    """Return the tables of `rows.make_rows` as one string that ends with a line break."""
+    by_section: dict[str, list[Row]] = {}
+    for row in rows:
+        by_section.setdefault(row["section"], []).append(row)
+    run = by_section["run"][0]
+    lines = [*_alarms(run, by_section), *_head(run)]
+    parts = (
+        _speed, _losses, _traffic, _traffic_so_far, _matrix, _stalls, _memory, _memory_so_far,
+        _verdict,
+    )  # fmt: skip
+    for part in parts:
+        made = part(run, by_section)
+        if made:
+            lines += ["", *made]
+    return "\n".join(lines) + "\n"
+
+
+# The head -----------------------------------------------------------------------------------
+
+
+def _alarms(run: Row, sections: dict[str, list[Row]]) -> list[str]:
+    lines = []
+    if run["status"] != "done":
+        planned = run["steps_planned"]
+        lines.append(
+            f"INCOMPLETE: no summary.json, so the run was cut short or still goes on; this is what "
+            f"its {run['steps_made']} of {planned} steps left"
+        )
+    for check in sections.get("check", ()):
+        faults = _faults(check)
+        if faults:
+            lines.append(
+                f"DIFFERENCE: measured is not what was predicted ({'; '.join(faults)}); a count, a "
+                f"table or a message is wrong"
+            )
+    if run["damaged_lines"]:
+        lines.append(
+            f"damaged: {run['damaged_lines']} line(s) of metrics.jsonl are incomplete and left out"
+        )
+    if run["unreadable_traces"]:
+        lines.append(f"damaged: {run['unreadable_traces']} trace file(s) cannot be read")
+    return lines
+
+
+def _faults(check: Row) -> list[str]:
+    words = {
+        "traffic_figures_differing": "{} lines of the traffic table",
+        "matrix_pairs_differing": "{} pairs of the bytes matrix",
+        "matrix_rows_differing": "{} ranks sent other bytes by peer than by collective",
+        "memory_figures_differing": "{} lines of the memory table",
+    }
+    faults = [text.format(check[key]) for key, text in words.items() if check[key]]
+    if check["replica_sets"] > 1:
+        faults.append(f"replicas hold {check['replica_sets']} different sets of parameters")
+    return faults
+
+
+def _head(run: Row) -> list[str]:
+    made, planned = run["steps_made"], run["steps_planned"]
+    hosts = f" on {run['hosts']} hosts" if run["hosts"] > 1 else ""
+    wall = f", {format_seconds(run['wall_s'])} wall time" if run["wall_s"] is not None else ""
+    steps = f"{made}" if made == planned else f"{made} of {planned}"
+    return [
+        f"run {run['name']}: {run['ranks']} rank{_s(run['ranks'])}{hosts} ({run['transport']}), "
+        f"{steps} steps{wall}",
+        f"data: {run['data']}",
+        f"started {run['started']}, " + (f"ended {run['ended']}" if run["ended"] else "not ended"),
+    ]
+
+
+def _s(number: int) -> str:
+    return "" if number == 1 else "s"
+
+
+# Speed and loss -----------------------------------------------------------------------------
+
+
+def _speed(run: Row, sections: dict[str, list[Row]]) -> list[str]:
+    if "throughput" not in sections:
+        return ["throughput and latency: no step was finished"]
+    throughput, latency = sections["throughput"][0], sections["latency"][0]
+    steps, left_out = throughput["steps"], throughput["warmup_steps"]
+    if left_out:
+        which = f"{steps} steps, without the first {left_out} (warm-up)"
+    else:
+        which = f"all {steps} steps: none is left after warm-up, so warm-up is included"
+        if run["steps_made"] == run["steps_planned"]:
+            which += "; set train.warmup_report_steps lower"
+    unit = "rows" if run["data_kind"] == "regression" else "tokens"
+    rate = throughput["tokens_per_s"]
+    lines = [
+        f"throughput over {which}",
+        f"  {'-' if rate is None else f'{rate:,.0f}'} {unit}/s "
+        f"({throughput['tokens']:,} {unit} in {format_seconds(throughput['time_s'])})",
+        "latency of a step, same steps",
+    ]
+    names = ("p50", "p95", "p99", "mean", "min", "max")
+    lines += _table(
+        [(name, ">") for name in names],
+        [[format_seconds(latency[f"{name}_s"]) for name in names]],
+    )
+    return lines
+
+
+def _losses(run: Row, sections: dict[str, list[Row]]) -> list[str]:
+    if "loss" not in sections:
+        return []
+    loss = sections["loss"][0]
+    lines = [
+        f"loss, {loss['unit']}: {_number(loss['first_loss'])} at step {loss['first_step']} -> "
+        f"{_number(loss['last_loss'])} at step {loss['last_step']}"
+    ]
+    heldout = sections.get("heldout", [])
+    if heldout:
+        lines.append("held out")
+        name = heldout[0]["baseline"]
+        columns = [("step", ">"), ("rows", ">"), ("loss", ">")]
+        has_top1 = any(row["top1"] is not None for row in heldout)
+        columns += [("top-1", ">")] * has_top1 + [(f"below {name}", ">")] * (name is not None)
+        table = []
+        for row in heldout:
+            cells = [str(row["step"]), f"{row['rows']:,}", _number(row["loss"])]
+            if has_top1:
+                cells.append("-" if row["top1"] is None else f"{row['top1']:.1%}")
+            if name is not None:
+                below = row["below_baseline"]
+                cells.append("-" if below is None else f"{below:+.1%}")
+            table.append(cells)
+        lines += _table(columns, table)
+    elif run["status"] == "done":
+        lines.append("held out: nothing was held out")
+    baselines = sections.get("baseline", [])
+    if baselines:
+        split = {"heldout": "held-out", "train": "training"}.get(baselines[0]["measured_on"], "")
+        lines.append(f"baselines, on the {split} rows")
+        lines += _table(
+            [("name", "<"), ("loss", ">"), ("", "<")],
+            [
+                [
+                    row["name"], _number(row["loss"]),
+                    "<- any model must beat this" if row["must_beat"] else "",
+                ]
+                for row in baselines
+            ],
+        )  # fmt: skip
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+# Traffic ------------------------------------------------------------------------------------
+
+
+def _traffic(run: Row, sections: dict[str, list[Row]]) -> list[str]:
+    rows = sections.get("traffic", [])
+    if not rows:
+        return []
+    fields = (
+        "messages", "predicted_messages", "difference_messages",
+        "bytes", "predicted_bytes", "difference_bytes",
+    )  # fmt: skip
+
+    def values(row: Row) -> tuple:
+        return tuple(row[field] for field in fields)
+
+    table = []
+    moved = [row for row in rows if any(values(row))]
+    for ranks, row in _merge(moved, ("axis", "collective", "direction"), values):
+        off = row["difference_messages"] or row["difference_bytes"]
+        table.append(
+            [
+                ranks, row["axis"], row["collective"], row["direction"],
+                *(f"{row[field]:,}" for field in fields), _MARK if off else "",
+            ]
+        )  # fmt: skip
+    columns = [
+        ("rank", ">"), ("axis", "<"), ("collective", "<"), ("", "<"), ("messages", ">"),
+        ("table", ">"), ("diff", ">"), ("bytes", ">"), ("table", ">"), ("diff", ">"), ("", "<"),
+    ]  # fmt: skip
+    if not table:
+        return ["traffic, whole run: no message, as the step tables say"]
+    return ["traffic, whole run: measured beside the step tables", *_table(columns, table)]
+
+
+def _traffic_so_far(run: Row, sections: dict[str, list[Row]]) -> list[str]:
+    rows = sections.get("traffic_so_far", [])
+    if not rows:
+        return []
+    columns = [
+        ("axis", "<"), ("collective", "<"), ("", "<"), ("messages, rank 0", ">"),
+        ("mean rank", ">"), ("bytes, rank 0", ">"), ("mean rank", ">"),
+    ]  # fmt: skip
+    table = [
+        [
+            row["axis"], row["collective"], row["direction"], f"{row['rank0_messages']:,}",
+            f"{row['mean_messages']:,.1f}", f"{row['rank0_bytes']:,}",
+            f"{row['mean_bytes']:,.0f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return [
+        "traffic of the training steps made; predicted figures are written when a run ends",
+        *_table(columns, table),
+    ]
+
+
+def _matrix(run: Row, sections: dict[str, list[Row]]) -> list[str]:
+    rows = sections.get("bytes_matrix", [])
+    if not rows:
+        return []
+    wrong = [row for row in rows if row["difference_bytes"]]
+    total = sum(row["bytes"] for row in rows)
+    if not wrong:
+        return [
+            f"bytes matrix: {total:,} bytes ({format_bytes(total)}) between {len(rows)} pairs, "
+            f"each as predicted (difference 0)"
+        ]
+    lines = [f"bytes matrix: {len(wrong)} of {len(rows)} pairs differ from the predicted bytes"]
+    return lines + _table(
+        [("sender", ">"), ("receiver", ">"), ("bytes", ">"), ("table", ">"), ("diff", ">"),
+         ("", "<")],
+        [
+            [
+                str(row["sender"]), str(row["receiver"]), f"{row['bytes']:,}",
+                f"{row['predicted_bytes']:,}", f"{row['difference_bytes']:,}", _MARK,
+            ]
+            for row in wrong
+        ],
+    )  # fmt: skip
+
+
+# Stalls -------------------------------------------------------------------------------------
+
+
+def _stalls(run: Row, sections: dict[str, list[Row]]) -> list[str]:
+    rows = sections.get("stalls", [])
+    steady = sections.get("steady_stalls", [])
+    keys = list(dict.fromkeys((row["axis"], row["cause"]) for row in rows or steady))
+    if not keys:
+        return []
+    lines = ["stalls: time blocked until a receive, or the completion of a send"]
+    if rows and rows[0]["source"] == "trace":
+        lines[0] += " (read off the trace)"
+    names = [f"{axis} {CAUSES.get(cause, cause)}" for axis, cause in keys]
+    table = []
+    if rows:
+        ranks: dict[int, dict[tuple[str, str], Row]] = {}
+        for row in rows:
+            ranks.setdefault(row["rank"], {})[row["axis"], row["cause"]] = row
+        for rank, cells in ranks.items():
+            spent = [cells[key]["stall_s"] if key in cells else 0.0 for key in keys]
+            shares = [cell["share_of_step_time"] for cell in cells.values()]
+            share = None if None in shares else sum(shares)
+            table.append(
+                [
+                    f"rank {rank}", *(_seconds(value) for value in spent), _seconds(sum(spent)),
+                    "-" if share is None else f"{share:.1%}",
+                ]
+            )  # fmt: skip
+    if steady:
+        spent = [row["stall_s_per_step"] for row in steady]
+        shares = [row["share_of_step_time"] for row in steady]
+        warmup = "without warm-up" if steady[0]["warmup_steps"] else "all steps"
+        table.append(
+            [
+                f"a step, {warmup}", *(_seconds(value) for value in spent),
+                _seconds(sum(spent)), "-" if None in shares else f"{sum(shares):.1%}",
+            ]
+        )  # fmt: skip
+    columns = [("", "<"), *((name, ">") for name in names), ("all", ">"), ("of step time", ">")]
+    lines += _table(columns, table)
+    if run["traced"] is False:
+        lines.append(
+            "  without a trace, all time in a blocking op counts as waiting for a receive"
+        )
+    return lines
+
+
+def _seconds(seconds: float) -> str:
+    return "0 s" if seconds == 0 else format_seconds(seconds)
+
+
+# Memory -------------------------------------------------------------------------------------
+
+
+def _memory(run: Row, sections: dict[str, list[Row]]) -> list[str]:
+    rows = sections.get("memory", [])
+    if not rows:
+        return []
+    counted = [
+        row
+        for row in rows
+        if row["category"] != "resident" and (row["peak_bytes"] or row["predicted_peak_bytes"])
+    ]
+
+    def values(row: Row) -> tuple:
+        return row["peak_bytes"], row["predicted_peak_bytes"]
+
+    table = []
+    for ranks, row in _merge(counted, ("category",), values):
+        table.append(
+            [
+                ranks, row["category"], f"{row['peak_bytes']:,}",
+                f"{row['predicted_peak_bytes']:,}", f"{row['difference_bytes']:,}",
+                format_bytes(row["peak_bytes"]), _MARK if row["difference_bytes"] else "",
+            ]
+        )  # fmt: skip
+    columns = [
+        ("rank", ">"), ("category", "<"), ("peak bytes", ">"), ("predicted", ">"), ("diff", ">"),
+        ("", ">"), ("", "<"),
+    ]  # fmt: skip
+    lines = ["memory: peak bytes of what the engine owns, by category", *_table(columns, table)]
+    totals = [row for row in rows if row["category"] == "total"]
+    worst = max(totals, key=lambda row: row["peak_bytes"], default=None)
+    if worst is not None and worst["peak_op"]:
+        lines.append(
+            f"  the total peaks on rank {worst['rank']} at: {worst['peak_op']} (categories peak "
+            f"at other moments)"
+        )
+    resident = [row["peak_bytes"] for row in rows if row["category"] == "resident"]
+    resident = [value for value in resident if value is not None]
+    if resident:
+        each = format_bytes(max(resident))
+        if min(resident) != max(resident):
+            each = f"{format_bytes(min(resident))} to {each} per rank"
+        lines.append(
+            f"  resident peak of the process, as the system counts it: {each} (interpreter, "
+            f"libraries and all)"
+        )
+    return lines
+
+
+def _memory_so_far(run: Row, sections: dict[str, list[Row]]) -> list[str]:
+    rows = [row for row in sections.get("memory_so_far", []) if row["max_peak_bytes"]]
+    if not rows:
+        return []
+    table = [
+        [
+            row["category"], f"{row['rank0_peak_bytes']:,}", f"{row['min_peak_bytes']:,}",
+            f"{row['max_peak_bytes']:,}", format_bytes(row["max_peak_bytes"]),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    columns = [
+        ("category", "<"), ("rank 0", ">"), ("least rank", ">"), ("largest rank", ">"), ("", ">"),
+    ]  # fmt: skip
+    return ["memory: peak bytes so far of what the engine owns", *_table(columns, table)]
+
+
+# The end ------------------------------------------------------------------------------------
+
+
+def _verdict(run: Row, sections: dict[str, list[Row]]) -> list[str]:
+    if "check" not in sections:
+        return []
+    lines = []
+    for row in sections["replicas"]:
+        if row["bitwise_equal"]:
+            lines.append(
+                f"replicas: parameters bitwise equal on {row['ranks']} rank{_s(row['ranks'])} "
+                f"(sha256 {row['params_sha256'][:16]})"
+            )
+        else:
+            lines.append(
+                f"replicas: {row['ranks']} rank{_s(row['ranks'])} from rank {row['first_rank']} "
+                f"hold sha256 {row['params_sha256'][:16]}{_MARK}"
+            )
+    faults = _faults(sections["check"][0])
+    lines.append(
+        f"check: DIFFERENCE in {'; '.join(faults)}"
+        if faults
+        else "check: measured - predicted = 0 for every byte, message, pair and memory peak"
+    )
+    return lines
+
+
+# Tables -------------------------------------------------------------------------------------
+
+
+def _merge(
+    rows: Iterable[Row], keys: Sequence[str], values: Callable[[Row], tuple]
+) -> list[tuple[str, Row]]:
+    """Join the rows of ranks that say the same, key by key; returns (ranks as text, row)."""
+    by_key: dict[tuple, dict[tuple, list[Row]]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in keys)
+        by_key.setdefault(key, {}).setdefault(values(row), []).append(row)
+    return [
+        (_ranges([row["rank"] for row in same]), same[0])
+        for groups in by_key.values()
+        for same in groups.values()
+    ]
+
+
+def _ranges(ranks: list[int]) -> str:
+    """Return sorted numbers as text, such as ``0, 2-5``."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and parts[-1][1] == rank - 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ", ".join(str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in parts)
+
+
+def _table(columns: list[tuple[str, str]], rows: list[list[str]]) -> list[str]:
+    """Return a head and one line per row; columns are (name, "<" or ">")."""
+    widths = [
+        max(len(name), *(len(row[number]) for row in rows)) if rows else len(name)
+        for number, (name, _) in enumerate(columns)
+    ]
+    lines = [[name for name, _ in columns], *rows]
+    return [
+        (
+            "  "
+            + "  ".join(
+                f"{cell:{side}{width}}"
+                for cell, (_, side), width in zip(line, columns, widths, strict=True)
+            )
+        ).rstrip()
+        for line in lines
+    ]

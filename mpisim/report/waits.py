@@ -1,0 +1,115 @@
+"""What only a trace can tell: stalls of a run without a summary, and how much overlapped.
+
+`rows.py` calls `stall_totals` when summary.json is missing; `plots/` and tests call both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mpisim.layouts.metrics import STALL_CAUSES
+from mpisim.trace.events import ACTIVITIES
+from mpisim.trace.store import RankTrace, expand_messages, expand_ops, expand_stalls
+
+TRAIN = "train-"
+"""Names of training plans start with this."""
+
+
+def training_part(trace: RankTrace) -> RankTrace:
+    """Return a trace without the ops of evaluations."""
+    training = {ident for ident, plan in trace.plans.items() if plan.name.startswith(TRAIN)}
+    return replace(trace, ops=[item for item in trace.ops if item[1] in training])
+
+
+def stall_totals(trace: RankTrace) -> dict[tuple[str, str], float]:
+    """Return a rank's stall seconds by (axis, cause), as summary.json has them.
+
+    Training steps only, without the gather of the figures at their ends.
+    """
+    trace = training_part(trace)
+    plan_of_step = {step: ident for step, ident, _ in trace.ops}
+    totals = dict.fromkeys(STALL_CAUSES, 0.0)
+    for row in expand_stalls(trace):
+        plan = trace.plans[plan_of_step[int(row["step"])]]
+        if plan.kinds[row["op_index"]] == "GatherMetrics":
+            continue
+        axis = trace.programs[int(row["program"])].axis
+        key = (axis, ACTIVITIES[row["activity"]])
+        totals[key] = totals.get(key, 0.0) + float(row["end_s"] - row["start_s"])
+    return totals
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How many gradient ring steps were over before the last backward of their update ended."""
+
+    ring_steps: int
+    """Ring steps of all buckets but the last one, over all ranks and updates."""
+    hidden: int
+    """Those of them whose message had arrived before the last backward op ended."""
+
+    @property
+    def share(self) -> float:
+        """`hidden` as a share of `ring_steps`; 0 when there are none."""
+        return self.hidden / self.ring_steps if self.ring_steps else 0.0
+
+
+def overlap(traces: Iterable[RankTrace], first_step: int = 0) -> Overlap:
+    """Count the ring steps of axis dp that backward hid.
+
+    Parameters
+    ----------
+    traces : iterable of RankTrace
+    first_step : int
+        Earlier updates (warm-up) are left out.
+
+    Returns
+    -------
+    Overlap
+        The last bucket is left out: it starts when backward is over, so nothing can hide it.
+    """
+    total = hidden = 0
+    for full in traces:
+        trace = training_part(full)
+        buckets = {
+            ident: int(program.label.split()[-1])
+            for ident, program in trace.programs.items()
+            if program.axis == "dp" and program.label.startswith("bucket ")
+        }
+        if not buckets:
+            continue
+        last = max(buckets.values())
+        messages = expand_messages(trace)
+        counted = np.array([ident for ident, number in buckets.items() if number != last])
+        arrived = messages[~messages["is_send"] & np.isin(messages["program"], counted)]
+        ends = _last_backward_ends(trace)
+        known = np.isin(arrived["step"], np.array(sorted(ends), dtype=np.int64))
+        arrived = arrived[known & (arrived["step"] >= first_step)]
+        if not len(arrived):
+            continue
+        # A segmented ring step is over when its last segment is.
+        keys = np.stack([arrived["program"], arrived["run"], arrived["ring_step"]], axis=1)
+        _, groups = np.unique(keys, axis=0, return_inverse=True)
+        groups = groups.reshape(-1)
+        done = np.zeros(groups.max() + 1)
+        np.maximum.at(done, groups, arrived["completed_s"])
+        limit = np.zeros(len(done))
+        limit[groups] = [ends[step] for step in arrived["step"].tolist()]
+        total += len(done)
+        hidden += int(np.count_nonzero(done <= limit))
+    return Overlap(total, hidden)
+
+
+def _last_backward_ends(trace: RankTrace) -> dict[int, float]:
+    ends: dict[int, float] = {}
+    ops = expand_ops(trace)
+    for step, plan, index, end in zip(
+        ops["step"].tolist(), ops["plan"].tolist(), ops["op_index"].tolist(),
+        ops["end_s"].tolist(), strict=True,
+    ):  # fmt: skip
+        if trace.plans[plan].kinds[index].startswith("Backward"):
+            ends[step] = max(end, ends.get(step, end))
+    return ends
