@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from mpisim.comm.transport import Message, Transport, describe
+from mpisim.comm.transport import Message, Transport, describe, tag_channel
 from mpisim.errors import CommError
 
 Side = Literal["send", "recv"]
@@ -153,7 +153,7 @@ class FaultyMessage:
         else:
             flat = flat.copy()
             flat.view(np.uint8)[fault.bit // 8] ^= np.uint8(1 << fault.bit % 8)
-        inner, channel = self._transport.inner, self.tag // 16
+        inner, channel = self._transport.inner, tag_channel(self.tag)
         self._extras.append(inner.prepare_send(flat, self.peer, channel, self.streaming))
         return self._extras[-1]
 

@@ -22,6 +22,7 @@ from mpisim.comm.transport import (  # noqa: E402
     MAX_TAG,
     Message,
     MessageCounts,
+    channel_tags,
     checked_tag,
     length_error,
     lost_error,
@@ -122,15 +123,16 @@ class MpiTransport:
 
     def _look_for_stranger(self, pending: Message) -> None:
         status = MPI.Status()
-        if self._comm.Iprobe(pending.peer, MPI.ANY_TAG, status):
-            tag = status.Get_tag()
-            if tag_channel(tag) == tag_channel(pending.tag) and tag != pending.tag:
-                # Messages of a pair keep their order: if the expected one was sent, the polls
-                # between two looks have completed it.
-                if self._suspect is not pending:
-                    self._suspect = pending
-                    return
-                raise stranger_error(pending, self.rank, tag, status.Get_count())
+        # A probe for any tag would show the oldest message only, perhaps of another channel.
+        for tag in channel_tags(tag_channel(pending.tag)):
+            if tag == pending.tag or not self._comm.Iprobe(pending.peer, tag, status):
+                continue
+            # Messages of a pair keep their order: if the expected one was sent, the polls
+            # between two looks have completed it.
+            if self._suspect is not pending:
+                self._suspect = pending
+                return
+            raise stranger_error(pending, self.rank, tag, status.Get_count())
         self._suspect = None
 
     def translate(self, error: Exception, pending: Message | None) -> Exception:

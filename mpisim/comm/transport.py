@@ -93,12 +93,14 @@ class Transport(Protocol):
 
 def dtype_code(dtype: np.dtype) -> int:
     """Return the wire code of `dtype`; raise ValueError for one that is not sent."""
-    try:
-        return _CODES[dtype.name]
-    except KeyError:
+    code = _CODES.get(dtype.name)
+    # The name says nothing of the byte order, and swapped bytes would arrive as other numbers.
+    if code is None or not dtype.isnative:
         raise ValueError(
-            f"buffer dtype must be one of {', '.join(DTYPE_NAMES)}; got {dtype}. Convert it first."
-        ) from None
+            f"buffer dtype must be one of {', '.join(DTYPE_NAMES)}, in this machine's byte order; "
+            f"got {dtype.str if code is not None else dtype}. Convert it first."
+        )
+    return code
 
 
 def make_tag(channel: int, dtype: np.dtype) -> int:
@@ -108,6 +110,11 @@ def make_tag(channel: int, dtype: np.dtype) -> int:
             f"channel must be in 0..{MAX_CHANNEL}; got {channel}. Reuse channels modulo this."
         )
     return channel * _TAG_DTYPES + dtype_code(dtype)
+
+
+def channel_tags(channel: int) -> range:
+    """Return the tags of all dtypes on `channel`."""
+    return range(channel * _TAG_DTYPES, channel * _TAG_DTYPES + len(DTYPE_NAMES))
 
 
 def tag_channel(tag: int) -> int:
@@ -171,9 +178,11 @@ def lost_error(message: Message, rank: int, why: str) -> PeerLost:
 
 def length_error(message: Message, rank: int, received: int) -> MessageMismatch:
     """Build the error of a message that is longer or shorter than its buffer."""
+    # Of a message that is too long, MPICH tells how much of it was taken, not its own length.
+    got = "more" if received == message.nbytes else f"{received} bytes"
     return MessageMismatch(
         f"message from rank {message.peer} to rank {rank} must have {message.nbytes} bytes of "
-        f"{tag_dtype(message.tag)}; got {received} bytes on channel {tag_channel(message.tag)}. "
+        f"{tag_dtype(message.tag)}; got {got} on channel {tag_channel(message.tag)}. "
         f"Give both ranks the same shape and dtype."
     )
 

@@ -109,7 +109,7 @@ def launch(
             _adopt_orphans(False)
         code, text = watch.verdict()
     if text:
-        if any(stream.midline for stream in watch.filters.values()):
+        if watch.midline or any(stream.midline for stream in watch.filters.values()):
             text = "\n" + text  # below a progress bar, not behind it
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -123,9 +123,11 @@ class _Watch:
         self.launcher, self.folder, self.ranks = launcher, folder, ranks
         self.selector = selectors.DefaultSelector()
         self.filters = {1: Filter(), 2: Filter()}
+        self.midline = False  # the cursor stands behind text of a rank's screen
         self.spoke = False  # something arrived on the ranks' standard error
         self.interrupt = ""  # what ended the job from outside
         self.lost: list[int] = []  # ranks that went without a word, in the order they went
+        self.signals: dict[int, int | None] = {}  # and what killed them, where it showed
         self.alive: dict[int, int] = {}  # rank to the read end of its pipe
         self.process: subprocess.Popen | None = None
         self.deadline: float | None = None
@@ -277,7 +279,7 @@ class _Watch:
 
     def _lost_text(self, rank: int, said: str) -> str:
         pid = read_pid(self.folder, rank)
-        number = None
+        number = self.signals.get(rank)
         for found in _OPENMPI_LOST.finditer(said):
             if int(found[1]) == rank:
                 number = int(found[2])
@@ -303,10 +305,12 @@ class _Watch:
         return f"mpisim: rank {rank} must run to the end of the job; got {how}{suffix}. {advice}\n"
 
     def _hear_rank(self, rank: int) -> None:
-        """Read a rank's pipe; its end means that the process is gone."""
+        """Read a rank's pipe: text for the screen, or the end, which is that of the process."""
         fd = self.alive[rank]
         try:
-            if os.read(fd, 4096):
+            if data := os.read(fd, 1 << 16):
+                self.midline = not data.endswith(b"\n")
+                self._write(1, data)
                 return
         except BlockingIOError:
             return
@@ -318,6 +322,7 @@ class _Watch:
             return
         if read_failure(self.folder) is None:
             self.lost.append(rank)
+            self.signals[rank] = _fatal_signal(read_pid(self.folder, rank))
         # The launcher should end the others now; some wait for a rank that left politely.
         self._end_by(time.monotonic() + _GRACE_S)
 
@@ -387,6 +392,15 @@ def _is_terminal(stream: Any) -> bool:
         return bool(stream.isatty())
     except (AttributeError, ValueError):
         return False
+
+
+def _fatal_signal(pid: int | None) -> int | None:
+    """Return the signal that kills a process whose files are closed already, if Linux tells."""
+    try:
+        status = int(Path(f"/proc/{pid}/stat").read_text().split()[-1])
+    except (OSError, ValueError, IndexError):
+        return None  # reaped by its parent in the meantime; the launcher may know more
+    return status & 0x7F or None
 
 
 def _processes_of(token: str, launcher: int) -> Iterator[int]:

@@ -26,8 +26,6 @@ _LINES = re.compile(
     rb"|\[[^\]\s]+\] Set MCA parameter \"[\w]+_base_help_aggregate\" to 0"
 )
 _MAY_BEGIN = (b"-", b"=", b"[", b"Abort(")
-_PADDING = b" \t\r\n\0"
-"""Open MPI ends a box with a zero byte."""
 _MAX_HELD = 1 << 16
 
 
@@ -51,6 +49,7 @@ class Filter:
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes as they were read; return those to pass on now."""
+        data = data.replace(b"\0", b"")  # Open MPI ends some streams with a zero byte
         out = b""
         at_start = bool(self._partial) or not self.midline
         *lines, rest = (self._partial + data).split(b"\n")
@@ -67,7 +66,7 @@ class Filter:
     def idle(self) -> bytes:
         """Return what was held back in case a banner followed, which it did not."""
         out = self._held + self._partial
-        if self._box_end or (self.withheld and not out.strip(_PADDING)):
+        if self._box_end:
             return b""
         self._held = self._partial = b""
         return self._passed(out)
@@ -82,8 +81,6 @@ class Filter:
     def _may_become_banner(self, rest: bytes, at_start: bool) -> bool:
         if not rest or len(rest) > _MAX_HELD:
             return False
-        if self.withheld and not rest.strip(_PADDING):
-            return True
         # A progress bar has no line break: a rule may follow it on its line.
         opening = at_start and any(
             rest.startswith(start) or start.startswith(rest) for start in _MAY_BEGIN

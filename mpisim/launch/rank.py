@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from mpisim.errors import ConfigError, MpisimError
 from mpisim.launch.launchers import BLAS_VARIABLES
@@ -55,8 +55,18 @@ class Job:
     """Last step that was begun; the work sets it, so that a failure can say where it happened."""
     transport: Any = None
     finished: bool = False
+    _screen: TextIO | None = field(default=None, repr=False)
     _claim: Path | None = field(default=None, repr=False)
     _started_s: float = field(default_factory=time.time, repr=False)
+
+    @property
+    def screen(self) -> TextIO:
+        """Where to write what a person watches; a progress bar shows up at once only here.
+
+        On a terminal a line to the parent that no launcher delays: Open MPI passes standard
+        output on by whole lines, and a progress bar never ends its line. Else standard output.
+        """
+        return self._screen or sys.stdout
 
     def connect(self, *, timeout_s: float = 60.0, synchronous: bool = False) -> Any:
         """Start MPI and return this rank's transport.
@@ -208,7 +218,10 @@ def _join(job: Job, placed: bool, claim_dir: str | Path | None) -> None:
             rank_file(folder, job.rank, "pid").write_text(f"{os.getpid()}\n")
             # Never closed: its end tells the parent that this process is gone, whatever ended it.
             with contextlib.suppress(OSError):
-                os.open(rank_file(folder, job.rank, "alive"), os.O_WRONLY | os.O_NONBLOCK)
+                alive = os.open(rank_file(folder, job.rank, "alive"), os.O_WRONLY | os.O_NONBLOCK)
+                os.set_blocking(alive, True)
+                if job.terminal:
+                    job._screen = open(alive, "w", encoding="utf-8", closefd=False)
     if job.folder is not None:
         job._claim = job.folder / "failure.json"
     else:

@@ -5,7 +5,8 @@ other hosts do not see it and do without. Used by `job` (reads) and `rank` (writ
 
     job.json          written by the parent: a rank that sees it shares the parent's host
     rank-0003.pid     the rank's process id, written when it starts
-    rank-0003.alive   a pipe that the rank holds open for as long as it lives
+    rank-0003.alive   a pipe that the rank holds open for as long as it lives; what it writes
+                      into it goes to the terminal
     rank-0003.done    written when its work is done
     failure.json      the one failure that is told to the user; whoever creates it tells it
 """

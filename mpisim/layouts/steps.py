@@ -29,8 +29,12 @@ HALVING_BYTES = 2 << 20
 """At or below, on 4, 8, 16, ... ranks: halving and doubling (few messages, no byte twice)."""
 PIPELINE_BYTES = 2 << 20
 """Above, a ring is cut into segments, so that adding one overlaps receiving the next."""
-SEGMENT_BYTES = 512 << 10
-"""Largest segment of a pipelined ring: two of them stay in a core's private cache."""
+STREAM_BYTES = 4 << 20
+"""Above, no private cache holds the buffer: its pieces are sent as `streaming` messages."""
+SEGMENT_BYTES = 1 << 20
+"""Largest segment of a pipelined ring up to `STREAM_BYTES`; a chunk has at least two."""
+STREAM_SEGMENT_BYTES = 512 << 10
+"""Largest segment above `STREAM_BYTES`: what bounds the scratch of any buffer."""
 
 PIPELINE_DEPTH = 2
 """Receives that a pipelined program keeps posted ahead of the segment it is adding."""
@@ -161,10 +165,12 @@ def num_segments(bounds: tuple[int, ...], itemsize: int) -> int:
 
     All chunks get the same number of pieces, or the row numbers of two ranks would not match.
     """
-    if bounds[-1] * itemsize <= PIPELINE_BYTES:
+    nbytes = bounds[-1] * itemsize
+    if nbytes <= PIPELINE_BYTES:
         return 1
     longest = max(hi - lo for lo, hi in zip(bounds, bounds[1:], strict=False)) * itemsize
-    return max(1, -(-longest // SEGMENT_BYTES))
+    segment = SEGMENT_BYTES if nbytes <= STREAM_BYTES else STREAM_SEGMENT_BYTES
+    return max(2, -(-longest // segment))
 
 
 @lru_cache(maxsize=512)

@@ -355,8 +355,7 @@ def _memory(run: Run) -> list[Row]:
         measured, predicted = entry["memory"], entry["predicted_memory"]
         names = dict.fromkeys([*MEMORY_CATEGORIES, *measured["peak"], *predicted["peak"]])
         figures = [
-            (name, measured["peak"].get(name, 0), predicted["peak"].get(name, 0))
-            for name in names
+            (name, measured["peak"].get(name, 0), predicted["peak"].get(name, 0)) for name in names
         ]
         figures.append(("total", measured["peak_total"], predicted["peak_total"]))
         for name, peak, expected in figures:

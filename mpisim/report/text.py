@@ -42,15 +42,15 @@ def _alarms(run: Row, sections: dict[str, list[Row]]) -> list[str]:
     if run["status"] != "done":
         planned = run["steps_planned"]
         lines.append(
-            f"INCOMPLETE: no summary.json, so the run was cut short or still goes on; this is what "
-            f"its {run['steps_made']} of {planned} steps left"
+            f"INCOMPLETE: there is no summary.json: the run was cut short, or still goes on; it "
+            f"left {run['steps_made']} of {planned} steps"
         )
     for check in sections.get("check", ()):
         faults = _faults(check)
         if faults:
             lines.append(
-                f"DIFFERENCE: measured is not what was predicted ({'; '.join(faults)}); a count, a "
-                f"table or a message is wrong"
+                f"DIFFERENCE: measured is not what was predicted: {'; '.join(faults)}. A count, a "
+                f"table or a message is wrong."
             )
     if run["damaged_lines"]:
         lines.append(
@@ -291,9 +291,7 @@ def _stalls(run: Row, sections: dict[str, list[Row]]) -> list[str]:
     columns = [("", "<"), *((name, ">") for name in names), ("all", ">"), ("of step time", ">")]
     lines += _table(columns, table)
     if run["traced"] is False:
-        lines.append(
-            "  without a trace, all time in a blocking op counts as waiting for a receive"
-        )
+        lines.append("  without a trace, all time in a blocking op counts as waiting for a receive")
     return lines
 
 

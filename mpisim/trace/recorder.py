@@ -85,11 +85,6 @@ class Recorder:
         self._memory.append(self.clock())
         self._memory.extend(values)
 
-    def spill_if_long(self, program: ProgramStamps) -> None:
-        """Write one program's stamps out once there are more than `SPILL_STAMPS`."""
-        if len(program.stamps) > SPILL_STAMPS:
-            self.spill(program)
-
     def spill(self, program: ProgramStamps) -> None:
         """Write one program's stamps out (complete runs only)."""
         if self._writer is not None and program.stamps:

@@ -112,7 +112,8 @@ def test_a_wrong_choice_comes_with_the_nearest_one(tmp_path):
 
 
 def test_all_faults_are_told_at_once(tmp_path):
-    text = "version = 3\n[run]\nseed = -1\ncolour = 1\n[train]\nsteps = 0\n[modle]\n[model]\nhidden = [0]"
+    text = "version = 3\n[run]\nseed = -1\ncolour = 1\n[train]\nsteps = 0\n"
+    text += "[modle]\n[model]\nhidden = [0]"
     told = faults(write(tmp_path, text), ["optimizer.lr=fast", "nonsense"])
     assert [fault.split(" ")[0] for fault in told] == [
         "--set", "version", "run.seed", "run.colour", "model.hidden[0]", "optimizer.lr",

@@ -37,10 +37,13 @@ def act(job):
             os._exit(0)
         if how.startswith("signal-"):
             os.kill(os.getpid(), getattr(signal, how.removeprefix("signal-")))
+    if how == "endless-bar" and job.rank == 0:
+        job.screen.write("\rno end of line")
+        job.screen.flush()
     if how == "bar":
         if job.rank == 0:
-            sys.stderr.write(f"\rterminal={job.terminal} 50%|#####     |")
-            sys.stderr.flush()
+            job.screen.write(f"\rterminal={job.terminal} 50%|#####     |")
+            job.screen.flush()
         transport.barrier()
         time.sleep(0.2)
         if job.rank == culprit:
@@ -49,7 +52,7 @@ def act(job):
         sys.stdout.write("and on it goes\n")
         sys.stdout.flush()
         time.sleep(0.01)
-    if culprit >= 0 or how in ("hang", "chatter"):
+    if culprit >= 0 or how in ("hang", "chatter", "endless-bar"):
         # As a rank that waits for a message of the culprit: it polls, and it would wait for long.
         end = time.monotonic() + 60
         while time.monotonic() < end:

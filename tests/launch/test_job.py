@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -164,33 +163,58 @@ def test_output_that_nobody_reads_ends_the_job():
     assert not survivors(printed)
 
 
-def test_only_the_parent_knows_whether_a_person_watches():
-    done = job(2, "bar")
-    assert "terminal=False" in done.stderr
+@contextlib.contextmanager
+def on_a_terminal(*arguments):
+    """Start a job whose output goes to a terminal; yield its parent and what it shows."""
     leader, follower = pty.openpty()
     with os.fdopen(leader, "rb", buffering=0) as screen:
         parent = subprocess.Popen(
-            [sys.executable, HERE / "parent_script.py", "2", "bar"],
+            [sys.executable, HERE / "parent_script.py", *arguments],
             env=ENV,
             stdin=subprocess.DEVNULL,
             stdout=follower,
             stderr=follower,
         )
         os.close(follower)
-        text = b""
-        with contextlib.suppress(OSError):  # how the end of a terminal looks
-            while data := screen.read(4096):
-                text += data
+
+        def shown():
+            with contextlib.suppress(OSError):  # how the end of a terminal looks
+                while data := screen.read(4096):
+                    yield data
+
+        with parent:
+            yield parent, shown()
+
+
+def test_only_the_parent_knows_whether_a_person_watches():
+    done = job(2, "bar")
+    assert "terminal=False" in done.stdout
+    with on_a_terminal("2", "bar") as (parent, shown):
+        text = b"".join(shown)
         assert parent.wait(timeout=60) == 0
     assert b"\rterminal=True 50%|#####     |" in text
 
 
+def test_a_progress_bar_is_shown_while_it_moves():
+    with on_a_terminal("2", "endless-bar") as (parent, shown):
+        text = b""
+        for data in shown:
+            text += data
+            if b"\rno end of line" in text:
+                break
+        parent.send_signal(signal.SIGINT)
+        text += b"".join(shown)
+        assert parent.wait(timeout=60) == 1
+    assert text.count(b"\rno end of line") == 1
+    assert not survivors(text.decode())
+
+
 def test_a_message_stands_below_a_progress_bar():
-    done = job(2, "bar", 1)
-    assert done.returncode == 1
-    bar, line = done.stderr.replace("\r", "\n").strip().splitlines()
-    assert bar.endswith("50%|#####     |")
-    assert line == "mpisim: rank 1: at step 7: it must move; got stuck. Push."
+    with on_a_terminal("2", "bar", "1") as (parent, shown):
+        text = b"".join(shown).decode()
+        assert parent.wait(timeout=60) == 1
+    said = "\r\nmpisim: rank 1: at step 7: it must move; got stuck. Push.\r\n"
+    assert 0 <= text.find("terminal=True 50%|#####     |") < text.find(said)
 
 
 def test_nothing_is_left_in_shared_memory_or_the_temporary_folder(tmp_path):

@@ -14,7 +14,7 @@ ABORTED = (
     RULE + b"MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Errorcode: 1\n\n"
     b"NOTE: invoking MPI_ABORT causes Open MPI to kill all MPI processes.\n" + RULE + RULE
     + b'prterun has exited due to process rank 1 with PID 0 on node vm calling\n"abort". This\n'
-    + RULE + b" \0"
+    + RULE + b"\0"
 )  # fmt: skip
 KILLED = (
     RULE + b"prterun noticed that process rank 1 with PID 5100 on node vm exited on\n"
@@ -49,7 +49,7 @@ def passed(chunks, idle=False):
 def test_a_banner_is_withheld_and_kept(banner):
     out, quiet = passed([b"step 1\n", banner])
     assert out == b"step 1\n"
-    assert banner.strip(b" \0\n") in quiet.withheld
+    assert banner.strip(b"\0\n") in quiet.withheld
 
 
 @pytest.mark.parametrize("banner", BANNERS)
@@ -59,12 +59,12 @@ def test_however_it_is_cut_into_reads(banner, data):
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
     chunks = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     out, _ = passed(chunks)
-    assert out.replace(b" \0", b"") == b"loss 3.2\nlast words\n"
+    assert out == b"loss 3.2\nlast words\n"
 
 
 @given(st.lists(st.sampled_from(
     [b"a", b"step 1\n", b"\n", b"-", b"--", b"\r50%|## |", RULE, b"=" * 90 + b"\n", b"[x] y\n",
-     b"Abort(", b"\0", b" "]
+     b"Abort(", b" "]
 )), st.booleans())  # fmt: skip
 def test_what_is_no_banner_passes_unchanged(chunks, idle):
     out, quiet = passed(chunks, idle)

@@ -1,0 +1,417 @@
+"""A trace as Chrome JSON, which ui.perfetto.dev and chrome://tracing open.
+
+Process = rank. Its threads, each a track on which slices nest and never cross:
+
+    steps              one slice per step or evaluation
+    compute            plan ops that only compute or post
+    waiting            plan ops that may block
+    AXIS collectives   one slice per run of a collective; inside it what it did when
+    AXIS send, recv    one slice per message, from posting until this rank saw it complete;
+                       messages in flight together get lanes of their own (send 2, send 3, ...)
+
+A flow arrow goes from every send to its receive: number n from a to b with a tag is number n that
+b receives from a with it. Counters show live bytes by category where the trace has them. Times are
+microseconds since the first event, in steps of a nanosecond, on rank 0's clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpisim.trace.events import ACTIVITIES, ProgramTable
+from mpisim.trace.store import (
+    RankTrace,
+    expand_activities,
+    expand_messages,
+    expand_ops,
+    read_run,
+)
+
+# In this order at equal times: a slice must be open before an arrow can be tied to it.
+_SLICE, _FLOW, _COUNTER = 0, 1, 2
+
+_DOING = {
+    "recv": "wait for receive",
+    "combine": "add",
+    "send": "wait for send completion",
+    "copy": "copy",
+}
+
+
+class _Event(NamedTuple):
+    """Sorts as the file does: by time, outer slices before inner ones."""
+
+    ts_ns: int
+    order: int
+    minus_dur_ns: int
+    text: str
+
+
+def export(run_dir: Path, out: Path) -> None:
+    """Write the trace of a run; see the module docstring.
+
+    Parameters
+    ----------
+    run_dir : Path
+    out : Path
+        Written in one piece: whatever happens, it is complete JSON or what it was before.
+
+    Raises
+    ------
+    CheckpointError
+        The run has no trace, or a trace file is damaged.
+    """
+    traces = read_run(run_dir)
+    part = out.with_name(out.name + ".part")
+    try:
+        with open(part, "w", encoding="utf-8") as file:
+            file.write('{"displayTimeUnit":"ms","otherData":')
+            file.write(_json(_about(run_dir, traces)))
+            file.write(',"traceEvents":[\n')
+            for number, text in enumerate(event_lines(traces)):
+                file.write(",\n" if number else "")
+                file.write(text)
+            file.write("\n]}\n")
+        os.replace(part, out)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def event_lines(traces: list[RankTrace]) -> Iterator[str]:
+    """Yield every event as one line of JSON: first the names of the tracks, then by time."""
+    ranks = [_Rank(trace) for trace in traces]
+    flows = match_messages({rank.pid: rank.messages for rank in ranks})
+    zero_s = min(rank.first_s for rank in ranks)
+    # A job that ended before its first step has tracks and no event.
+    zero_s = zero_s if np.isfinite(zero_s) else 0.0
+    streams = [rank.events(zero_s, flows[rank.pid]) for rank in ranks]
+    for rank in ranks:
+        yield from rank.names()
+    yield from (event.text for event in heapq.merge(*streams))
+
+
+def match_messages(messages: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+    """Give a send and the receive that it meets the same number.
+
+    Parameters
+    ----------
+    messages : dict
+        Rank -> array of `MESSAGE_DTYPE`.
+
+    Returns
+    -------
+    dict
+        Rank -> int64 array, one number per message; -1 where the other side is not in the trace
+        (its rank was killed, or its file is missing).
+    """
+    numbers = {rank: np.full(len(rows), -1, dtype=np.int64) for rank, rows in messages.items()}
+    used = 0
+    for sender, rows in messages.items():
+        sends = np.flatnonzero(rows["is_send"])
+        for receiver in np.unique(rows["peer"][sends]).tolist():
+            if receiver not in messages:
+                continue
+            theirs = messages[receiver]
+            receives = np.flatnonzero(~theirs["is_send"] & (theirs["peer"] == sender))
+            mine = sends[rows["peer"][sends] == receiver]
+            for tag in np.unique(rows["tag"][mine]).tolist():
+                there = receives[theirs["tag"][receives] == tag]
+                here = mine[rows["tag"][mine] == tag]
+                here = here[np.argsort(rows["sequence"][here])]
+                there = there[np.argsort(theirs["sequence"][there])]
+                both = min(len(here), len(there))
+                numbers[sender][here[:both]] = np.arange(used, used + both)
+                numbers[receiver][there[:both]] = np.arange(used, used + both)
+                used += both
+    return numbers
+
+
+def assign_lanes(start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Put intervals on as few lanes as possible so that no two on one lane overlap.
+
+    Parameters
+    ----------
+    start, end : ndarray of shape (n,)
+        Times, in one unit.
+
+    Returns
+    -------
+    ndarray of shape (n,)
+        Lane of each interval, from 0: the lowest one that is free.
+    """
+    lanes = np.zeros(len(start), dtype=np.int64)
+    free: list[int] = []
+    busy: list[tuple[float, int]] = []
+    num_lanes = 0
+    for index in np.lexsort((end, start)).tolist():
+        while busy and busy[0][0] <= start[index]:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if free:
+            lane = heapq.heappop(free)
+        else:
+            lane = num_lanes
+            num_lanes += 1
+        lanes[index] = lane
+        heapq.heappush(busy, (end[index], lane))
+    return lanes
+
+
+def _about(run_dir: Path, traces: list[RankTrace]) -> dict[str, Any]:
+    about: dict[str, Any] = {"run": run_dir.resolve().name, "ranks": len(traces)}
+    cut = [trace.rank for trace in traces if trace.truncated]
+    if cut:
+        about["truncated_ranks"] = cut
+    return about
+
+
+def _json(data: Any) -> str:
+    return json.dumps(data, separators=(",", ":"), allow_nan=False)
+
+
+class _Rank:
+    """The events of one rank."""
+
+    def __init__(self, trace: RankTrace) -> None:
+        self.trace, self.pid = trace, trace.rank
+        self.ops = expand_ops(trace)
+        self.activities = expand_activities(trace)
+        self.messages = expand_messages(trace)
+        self.first_s, self._last_s = self._span()
+        self._tracks: dict[str, int] = {}
+        # Perfetto takes thread 0 of process 0 for the idle task, so threads count from 1.
+        for name in ("steps", "compute", "waiting"):
+            self._track(name)
+        self._lanes = np.zeros(len(self.messages), dtype=np.int64)
+        self._name_lanes()
+
+    def _track(self, name: str) -> int:
+        return self._tracks.setdefault(name, len(self._tracks) + 1)
+
+    def _name_lanes(self) -> None:
+        """Give each axis a track for its collectives and lanes for its sends and receives."""
+        axes = {ident: program.axis for ident, program in self.trace.programs.items()}
+        start = self.messages["posted_s"]
+        end, _ = self._closed(start, self.messages["completed_s"])
+        of_axis = np.array([axes[ident] for ident in self.messages["program"].tolist()])
+        for axis in dict.fromkeys(axes.values()):
+            self._track(f"{axis} collectives")
+            for is_send, way in ((True, "send"), (False, "recv")):
+                mine = np.flatnonzero((self.messages["is_send"] == is_send) & (of_axis == axis))
+                lanes = assign_lanes(start[mine], end[mine])
+                for lane in range(int(lanes.max()) + 1 if len(lanes) else 0):
+                    track = self._track(f"{axis} {way}" + (f" {lane + 1}" if lane else ""))
+                    self._lanes[mine[lanes == lane]] = track
+
+    def _span(self) -> tuple[float, float]:
+        """Return the times of the first and the last event, (inf, -inf) if there is none."""
+        times = np.concatenate(
+            [
+                self.ops["start_s"], self.ops["end_s"], self.activities["start_s"],
+                self.activities["end_s"], self.messages["posted_s"], self.messages["completed_s"],
+            ]
+        )  # fmt: skip
+        times = times[np.isfinite(times)]
+        return float(times.min(initial=np.inf)), float(times.max(initial=-np.inf))
+
+    def _closed(self, start_s: np.ndarray, end_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Close what has no end at the last moment that is known; also tell what that was."""
+        unfinished = ~np.isfinite(end_s) | (end_s < start_s)
+        return np.where(unfinished, self._last_s, end_s), unfinished
+
+    def names(self) -> Iterator[str]:
+        """Yield the metadata events that name and order the process and its tracks."""
+
+        def metadata(kind: str, tid: int, **args: Any) -> str:
+            return _json(
+                {"ph": "M", "name": kind, "pid": self.pid, "tid": tid, "ts": 0, "args": args}
+            )
+
+        host = self.trace.header.get("host")
+        label = f"rank {self.pid}" + (f" on {host}" if host else "")
+        yield metadata("process_name", 1, name=label)
+        yield metadata("process_sort_index", 1, sort_index=self.pid)
+        for name, tid in self._tracks.items():
+            yield metadata("thread_name", tid, name=name)
+            yield metadata("thread_sort_index", tid, sort_index=tid)
+
+    def events(self, zero_s: float, flows: np.ndarray) -> Iterator[_Event]:
+        """Return all timed events of this rank in the order of the file."""
+        made = [
+            *self._op_events(zero_s), *self._collective_events(zero_s),
+            *self._message_events(zero_s, flows), *self._memory_events(zero_s),
+        ]  # fmt: skip
+        made.sort()
+        return iter(made)
+
+    def _slice(
+        self, tid: int, start_ns: int, end_ns: int, name: str, category: str, args: dict[str, Any]
+    ) -> _Event:
+        duration = max(end_ns - start_ns, 0)
+        text = _json(
+            {
+                "ph": "X", "name": name, "cat": category, "pid": self.pid, "tid": tid,
+                "ts": start_ns / 1000, "dur": duration / 1000, "args": args,
+            }
+        )  # fmt: skip
+        return _Event(start_ns, _SLICE, -duration, text)
+
+    def _op_events(self, zero_s: float) -> Iterator[_Event]:
+        ops, plans = self.ops, self.trace.plans
+        ends, unfinished = self._closed(ops["start_s"], ops["end_s"])
+        start, end = _nanoseconds(ops["start_s"], ends, zero_s)
+        compute, waiting = self._track("compute"), self._track("waiting")
+        steps: dict[tuple[int, int], tuple[int, int]] = {}
+        rows = zip(
+            ops["step"].tolist(), ops["plan"].tolist(), ops["op_index"].tolist(), start.tolist(),
+            end.tolist(), unfinished.tolist(), strict=True,
+        )  # fmt: skip
+        for step, ident, index, begin, finish, cut in rows:
+            plan = plans[ident]
+            axis = plan.waits[index]
+            args = {"op": plan.texts[index], "op_index": index, "step": step, "plan": plan.name}
+            if axis:
+                args["waits_on"] = axis
+            if cut:
+                args["unfinished"] = True
+            yield self._slice(
+                waiting if axis else compute, begin, finish, _short(plan.texts[index]),
+                "wait" if axis else "compute", args,
+            )  # fmt: skip
+            first, last = steps.get((step, ident), (begin, finish))
+            steps[step, ident] = min(first, begin), max(last, finish)
+        for (step, ident), (begin, finish) in steps.items():
+            name = plans[ident].name
+            kind = "evaluation after step" if name.startswith("eval") else "step"
+            yield self._slice(
+                self._track("steps"), begin, finish, f"{kind} {step}", "step",
+                {"step": step, "plan": name},
+            )  # fmt: skip
+
+    def _collective_events(self, zero_s: float) -> Iterator[_Event]:
+        rows, programs = self.activities, self.trace.programs
+        ends, _ = self._closed(rows["start_s"], rows["end_s"])
+        start, end = _nanoseconds(rows["start_s"], ends, zero_s)
+        runs: dict[tuple[int, int], list[int]] = {}
+        columns = zip(
+            rows["step"].tolist(), rows["program"].tolist(), rows["run"].tolist(),
+            rows["row"].tolist(), rows["activity"].tolist(), start.tolist(), end.tolist(),
+            strict=True,
+        )  # fmt: skip
+        for step, ident, number, row, activity, begin, finish in columns:
+            program = programs[ident]
+            kind = ACTIVITIES[activity]
+            ring_step, segment, *_ = program.rows[row]
+            yield self._slice(
+                self._track(f"{program.axis} collectives"), begin, finish, _DOING[kind],
+                program.axis, {"ring_step": ring_step, "segment": segment},
+            )  # fmt: skip
+            run = runs.setdefault((ident, number), [begin, finish, step])
+            run[0], run[1] = min(run[0], begin), max(run[1], finish)
+        for (ident, _), (begin, finish, step) in runs.items():
+            program = programs[ident]
+            sent = sum(row[3] for row in program.rows)
+            yield self._slice(
+                self._track(f"{program.axis} collectives"), begin, finish,
+                f"{program.collective} {program.label}".rstrip(), program.axis,
+                {
+                    "collective": program.collective, "algorithm": program.algorithm,
+                    "axis": program.axis, "step": step, "count": program.count,
+                    "dtype": program.dtype, "bytes_sent": sent,
+                },
+            )  # fmt: skip
+
+    def _message_events(self, zero_s: float, flows: np.ndarray) -> Iterator[_Event]:
+        rows, programs = self.messages, self.trace.programs
+        ends, unfinished = self._closed(rows["posted_s"], rows["completed_s"])
+        start, end = _nanoseconds(rows["posted_s"], ends, zero_s)
+        texts = {ident: self._op_of(program) for ident, program in programs.items()}
+        columns = zip(
+            rows["step"].tolist(), rows["program"].tolist(), rows["row"].tolist(),
+            rows["is_send"].tolist(), rows["peer"].tolist(), rows["tag"].tolist(),
+            rows["sequence"].tolist(), rows["ring_step"].tolist(), rows["nbytes"].tolist(),
+            start.tolist(), end.tolist(), unfinished.tolist(), self._lanes.tolist(),
+            flows.tolist(), strict=True,
+        )  # fmt: skip
+        for (
+            step, ident, row, is_send, peer, tag, sequence, ring_step, nbytes, begin, finish, cut,
+            tid, flow,
+        ) in columns:  # fmt: skip
+            program = programs[ident]
+            way = f"to {peer}" if is_send else f"from {peer}"
+            args = {
+                "bytes": nbytes, "peer": peer, "collective": program.collective,
+                "axis": program.axis, "ring_step": ring_step, "segment": program.rows[row][1],
+                "op": texts[ident], "step": step, "tag": tag, "sequence": sequence,
+            }  # fmt: skip
+            if cut:
+                args["unfinished"] = True
+            label = program.label or program.collective
+            yield self._slice(tid, begin, finish, f"{label} {way}", program.axis, args)
+            if flow < 0:
+                continue
+            arrow = {"name": "message", "cat": program.axis, "pid": self.pid, "tid": tid}
+            if is_send:
+                at, arrow = begin, {"ph": "s", **arrow}
+            else:
+                # Inside the slice, whose last nanosecond is its end.
+                at, arrow = max(finish - 1, begin), {"ph": "f", "bp": "e", **arrow}
+            yield _Event(at, _FLOW, 0, _json({**arrow, "ts": at / 1000, "id": flow}))
+
+    def _op_of(self, program: ProgramTable) -> str:
+        """Return the text of the plan op that starts a collective, "" if none does."""
+        bucket, _, number = program.label.partition(" ")
+        for plan in self.trace.plans.values():
+            for text in plan.texts:
+                kind, *pairs = text.split()
+                if program.collective == "gather":
+                    found = kind == "GatherMetrics" and program.axis == "control"
+                elif number:
+                    found = kind.startswith("Start") and f"{bucket}={number}" in pairs
+                else:
+                    found = bool(program.label) and f"kind={program.label}" in pairs
+                if found:
+                    return text
+        return ""
+
+    def _memory_events(self, zero_s: float) -> Iterator[_Event]:
+        names = self.trace.header.get("memory_categories", [])
+        offset = self.trace.header.get("clock_offset_s", 0.0)
+        samples = [values for _, _, values in self.trace.memory]
+        if not samples:
+            return
+        values = np.concatenate(samples)
+        # A category that is never used would only be a flat line.
+        used = [number for number in range(len(names)) if values[:, 2 + number].any()]
+        times, _ = _nanoseconds(values[:, 1] + offset, values[:, 1] + offset, zero_s)
+        for at, row in zip(times.tolist(), values.tolist(), strict=True):
+            args = {names[number]: int(row[2 + number]) for number in used}
+            text = _json(
+                {
+                    "ph": "C", "name": "live bytes", "cat": "memory", "pid": self.pid, "tid": 1,
+                    "ts": at / 1000, "args": args,
+                }
+            )  # fmt: skip
+            yield _Event(at, _COUNTER, 0, text)
+
+
+def _nanoseconds(
+    start_s: np.ndarray, end_s: np.ndarray, zero_s: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Round both ends to whole nanoseconds: what touched still touches, what nested still nests."""
+    start = np.rint((start_s - zero_s) * 1e9).astype(np.int64)
+    return start, np.rint((end_s - zero_s) * 1e9).astype(np.int64)
+
+
+def _short(op_text: str) -> str:
+    """Return an op's kind and its first field, such as ``Forward head``."""
+    kind, *pairs = op_text.split()
+    values = [pair.partition("=") for pair in pairs[:1]]
+    return " ".join([kind, *(f"{k} {v}" if v.isdigit() else v for k, _, v in values)])

@@ -1,0 +1,168 @@
+"""What all pictures share: colours by meaning, units on axes, the command line.
+
+A script has `load(run_dir)`, which returns plain data or raises `NoData` with one sentence, and
+`draw(fig, data)`, which only draws. Colours are those of Okabe and Ito, told apart by readers with
+any colour vision; the lightness differs too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.ticker import FuncFormatter, MaxNLocator  # noqa: E402
+
+from mpisim.errors import MpisimError  # noqa: E402
+from mpisim.report import Run  # noqa: E402
+from mpisim.units import format_bytes, format_seconds  # noqa: E402
+
+STYLE = Path(__file__).with_name("mpisim.mplstyle")
+
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+YELLOW, BLUE, VERMILION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
+GREY, LIGHT_GREY, DARK_GREY = "#999999", "#D9D9D9", "#444444"
+
+OP_COLOURS = {
+    "LoadBatch": YELLOW,
+    "Forward": SKY,
+    "Backward": BLUE,
+    "OptimizerStep": GREEN,
+    "StartSync": PURPLE,
+    "other compute": GREY,
+}
+WAIT_COLOURS = {"dp": ORANGE, "control": LIGHT_GREY}
+STALL_COLOURS = {
+    ("dp", "recv"): BLUE,
+    ("dp", "send"): SKY,
+    ("control", "recv"): VERMILION,
+    ("control", "send"): ORANGE,
+}
+STALL_LABELS = {"recv": "a message", "send": "completion of a send"}
+MEMORY_COLOURS = {
+    "data": LIGHT_GREY,
+    "params": BLUE,
+    "master_params": BLACK,
+    "grads": SKY,
+    "optimizer": GREEN,
+    "comm_buffers": ORANGE,
+    "temp": PURPLE,
+    "activations": VERMILION,
+}
+"""In the order in which they are stacked: what never moves lies at the bottom."""
+
+MEASURED, PREDICTED = BLUE, ORANGE
+
+
+class NoData(Exception):
+    """A picture has nothing to show; the text says why in one sentence."""
+
+
+def run_title(run: Run, what: str) -> str:
+    """Return a picture's title: what is seen, and of which run."""
+    ranks = "1 rank" if run.num_ranks == 1 else f"{run.num_ranks} ranks"
+    cut = "" if run.summary is not None else ", cut short"
+    return f"{what} (run {run.record.get('name', run.path.name)}, {ranks}{cut})"
+
+
+def byte_unit(largest: float) -> tuple[float, str]:
+    """Return the binary unit in which `largest` bytes is a handy number, as (bytes, name)."""
+    for size, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if largest >= size:
+            return float(size), name
+    return 1.0, "bytes"
+
+
+def time_unit(largest_s: float) -> tuple[float, str]:
+    """Return the unit in which `largest_s` seconds is a handy number, as (seconds, name)."""
+    for size, name in ((1.0, "s"), (1e-3, "ms")):
+        if largest_s >= size:
+            return size, name
+    return 1e-6, "us"
+
+
+def whole_numbers(axis: Any, most: int = 12) -> None:
+    """Put ticks on whole numbers only: ranks, steps."""
+    axis.set_major_locator(MaxNLocator(nbins=most, integer=True, min_n_ticks=1))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
+def legend_right(axes: Any, handles: list, labels: list[str], **options: Any) -> Any:
+    """Put a legend to the right of `axes`, outside the data."""
+    return axes.legend(
+        handles, labels, loc="upper left", bbox_to_anchor=(1.005, 1.0), borderaxespad=0.0,
+        **options,
+    )  # fmt: skip
+
+
+def save(
+    run_dir: Path,
+    name: str,
+    load: Callable[..., Any],
+    draw: Callable[[Figure, Any], None],
+    out: Path | None = None,
+    **options: Any,
+) -> Path:
+    """Draw one picture of a run into a PNG file and return its path.
+
+    Raises
+    ------
+    NoData
+        The run has nothing to show in it.
+    MpisimError
+        It is no run directory, or a file is damaged.
+    """
+    data = load(run_dir, **options)
+    target = out or run_dir / "plots" / f"{name}.png"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.style.context(STYLE):
+        fig = Figure()
+        draw(fig, data)
+        part = target.with_name(target.name + ".part")
+        fig.savefig(part, format="png")
+    part.replace(target)
+    return target
+
+
+def main(
+    name: str,
+    load: Callable[..., Any],
+    draw: Callable[[Figure, Any], None],
+    description: str,
+    add_options: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> int:
+    """Be the command `python plots/NAME.py RUN_DIR [--out FILE]`; returns the exit status.
+
+    0: the file was written; 1: the run has nothing to show; 2: wrong use.
+    """
+    parser = argparse.ArgumentParser(prog=f"plots/{name}.py", description=description)
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help=f"default: RUN_DIR/plots/{name}.png"
+    )
+    if add_options is not None:
+        add_options(parser)
+    options = vars(parser.parse_args())
+    try:
+        print(save(options.pop("run_dir"), name, load, draw, **options))
+    except NoData as reason:
+        print(f"{name}: not drawn: {reason}", file=sys.stderr)
+        return 1
+    except (MpisimError, OSError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+__all__ = [
+    "MEASURED", "MEMORY_COLOURS", "OP_COLOURS", "PREDICTED", "STALL_COLOURS", "STALL_LABELS",
+    "WAIT_COLOURS", "NoData", "byte_unit", "format_bytes", "format_seconds", "legend_right",
+    "main", "run_title", "save", "time_unit", "whole_numbers",
+]  # fmt: skip
