@@ -13,16 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import matplotlib.style
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-matplotlib.use("Agg")
-
-from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.ticker import FuncFormatter, MaxNLocator  # noqa: E402
-
-from mpisim.errors import MpisimError  # noqa: E402
-from mpisim.report import Run  # noqa: E402
-from mpisim.units import format_bytes, format_seconds  # noqa: E402
+from mpisim.errors import MpisimError
+from mpisim.report import Run
+from mpisim.units import format_bytes, format_seconds
 
 STYLE = Path(__file__).with_name("mpisim.mplstyle")
 
@@ -123,6 +120,7 @@ def save(
     target = out or run_dir / "plots" / f"{name}.png"
     target.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.style.context(STYLE):
+        # Without pyplot there is no display to find: a PNG is drawn by Agg.
         fig = Figure()
         draw(fig, data)
         part = target.with_name(target.name + ".part")

@@ -452,6 +452,7 @@ def compile_program(
     clock: Callable[[], float],
     axis: str,
     label: str = "",
+    background: bool = False,
 ) -> Program:
     """Bind one rank's rows of `table` to buffers and messages.
 
@@ -478,16 +479,20 @@ def compile_program(
         Seconds.
     axis, label : str
         Named in the trace.
+    background : bool
+        The program will be advanced beside compute; the same on every rank.
     """
     made: list[Message] = []
-    streaming = table.segments > 1 and table.count * x.itemsize > STREAM_BYTES
+    one_copy = background or (
+        table.segments > 1 and table.count * x.itemsize > STREAM_BYTES
+    )
 
     def make_send(view: np.ndarray, peer: int) -> Message:
-        made.append(transport.prepare_send(view, peer, channel, streaming))
+        made.append(transport.prepare_send(view, peer, channel, one_copy))
         return made[-1]
 
     def make_recv(view: np.ndarray, peer: int) -> Message:
-        made.append(transport.prepare_recv(view, peer, channel, streaming))
+        made.append(transport.prepare_recv(view, peer, channel, one_copy))
         return made[-1]
 
     builder = _Builder(table, index, group, make_send, make_recv, scratch)

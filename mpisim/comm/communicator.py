@@ -169,15 +169,21 @@ class Communicator:
         program.runs += 1
         return x
 
-    def prepare_all_reduce(self, x: np.ndarray, label: str = "") -> Program:
-        """Compile the in-place all-reduce of `x`, or return the one compiled before."""
+    def prepare_all_reduce(
+        self, x: np.ndarray, label: str = "", background: bool = False
+    ) -> Program:
+        """Compile the in-place all-reduce of `x`, or return the one compiled before.
+
+        `label` names it in the trace; `background` says that it will be advanced beside compute
+        (the same on every rank; it changes how messages travel, not what they say).
+        """
         program = self._all_reduces.get(id(x))
         if program is not None and program.x is x:
             self._all_reduces.move_to_end(id(x))
             return program
         _check_vector(x)
         table = all_reduce_table(x.size, self.size, x.itemsize, self.algorithm)
-        program = self._compile(table, x, None, label)
+        program = self._compile(table, x, None, label, background)
         self._all_reduces[id(x)] = program
         self._evict(self._all_reduces)
         return program
@@ -361,7 +367,12 @@ class Communicator:
         return [*self._all_reduces.values(), *self._others.values()]
 
     def _compile(
-        self, table: StepTable, x: np.ndarray, out: np.ndarray | None, label: str
+        self,
+        table: StepTable,
+        x: np.ndarray,
+        out: np.ndarray | None,
+        label: str = "",
+        background: bool = False,
     ) -> Program:
         recorder = self._recorder
         return compile_program(
@@ -377,6 +388,7 @@ class Communicator:
             self._clock,
             self.axis,
             label,
+            background,
         )
 
     def _lend_scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
@@ -393,7 +405,7 @@ class Communicator:
         if program is None or any(
             a is not b for a, b in zip(program.buffers, buffers, strict=True)
         ):
-            program = self._compile(table, x, out, "")
+            program = self._compile(table, x, out)
             self._others[key] = program
             self._evict(self._others)
         return program

@@ -93,7 +93,7 @@ class FaultyMessage:
 
     __slots__ = (
         "_active", "_bound", "_buffer", "_carrier", "_checksum", "_due_s", "_extras", "_transport",
-        "is_send", "nbytes", "peer", "streaming", "tag",
+        "is_send", "nbytes", "peer", "one_copy", "tag",
     )  # fmt: skip
 
     def __init__(
@@ -101,11 +101,11 @@ class FaultyMessage:
         transport: FaultyTransport,
         bound: Message,
         buffer: np.ndarray,
-        streaming: bool,
+        one_copy: bool,
     ) -> None:
         self._transport, self._bound, self._buffer = transport, bound, buffer.reshape(-1)
         self.is_send, self.peer, self.tag = bound.is_send, bound.peer, bound.tag
-        self.nbytes, self.streaming = bound.nbytes, streaming
+        self.nbytes, self.one_copy = bound.nbytes, one_copy
         self._carrier: Message | None = bound
         """What moves the bytes of this run; None when they are lost."""
         self._extras: list[Message] = []
@@ -154,7 +154,7 @@ class FaultyMessage:
             flat = flat.copy()
             flat.view(np.uint8)[fault.bit // 8] ^= np.uint8(1 << fault.bit % 8)
         inner, channel = self._transport.inner, tag_channel(self.tag)
-        self._extras.append(inner.prepare_send(flat, self.peer, channel, self.streaming))
+        self._extras.append(inner.prepare_send(flat, self.peer, channel, self.one_copy))
         return self._extras[-1]
 
     def test(self, status: Any = None) -> bool:
@@ -249,18 +249,18 @@ class FaultyTransport:
         return self.inner.library
 
     def prepare_send(
-        self, buffer: np.ndarray, dest: int, channel: int, streaming: bool = False
+        self, buffer: np.ndarray, dest: int, channel: int, one_copy: bool = False
     ) -> FaultyMessage:
         """Bind a send."""
-        bound = self.inner.prepare_send(buffer, dest, channel, streaming)
-        return FaultyMessage(self, bound, buffer, streaming)
+        bound = self.inner.prepare_send(buffer, dest, channel, one_copy)
+        return FaultyMessage(self, bound, buffer, one_copy)
 
     def prepare_recv(
-        self, buffer: np.ndarray, source: int, channel: int, streaming: bool = False
+        self, buffer: np.ndarray, source: int, channel: int, one_copy: bool = False
     ) -> FaultyMessage:
         """Bind a receive."""
-        bound = self.inner.prepare_recv(buffer, source, channel, streaming)
-        return FaultyMessage(self, bound, buffer, streaming)
+        bound = self.inner.prepare_recv(buffer, source, channel, one_copy)
+        return FaultyMessage(self, bound, buffer, one_copy)
 
     def pause(self, pending: FaultyMessage, waited_s: float) -> None:
         """Yield the core; raise when waiting is in vain."""

@@ -38,7 +38,8 @@ from mpisim.errors import CommTimeout, ConfigError  # noqa: E402
 # exchanged both ways takes 4.3 us instead of 6.4, 512 KiB 47 instead of 55. The library takes that
 # way for data that is not contiguous, so messages in this range are described as two blocks, the
 # last 64 bytes first. Both ends describe them alike; the bytes and their places are the same.
-# Segments of buffers that no cache holds are better off with the single copy (`streaming`).
+# The copy needs both ranks inside MPI: messages beside compute, and segments of buffers that no
+# cache holds, are better off with the single copy (`one_copy`).
 _COPIED_FROM, _COPIED_TO = 4000, 2 << 20
 _TAIL = 64
 
@@ -86,25 +87,25 @@ class MpiTransport:
         self._types: dict[int, MPI.Datatype] = {}
 
     def prepare_send(
-        self, buffer: np.ndarray, dest: int, channel: int, streaming: bool = False
+        self, buffer: np.ndarray, dest: int, channel: int, one_copy: bool = False
     ) -> MpiMessage:
         """Bind a persistent send (see `Transport`)."""
         tag = checked_tag(buffer, dest, self.size, channel, receive=False)
-        request = self._init_send(self._describe(buffer, streaming), dest, tag)
+        request = self._init_send(self._describe(buffer, one_copy), dest, tag)
         return MpiMessage(request, True, dest, tag, buffer.nbytes)
 
     def prepare_recv(
-        self, buffer: np.ndarray, source: int, channel: int, streaming: bool = False
+        self, buffer: np.ndarray, source: int, channel: int, one_copy: bool = False
     ) -> MpiMessage:
         """Bind a persistent receive (see `Transport`)."""
         tag = checked_tag(buffer, source, self.size, channel, receive=True)
-        request = self._comm.Recv_init(self._describe(buffer, streaming), source, tag)
+        request = self._comm.Recv_init(self._describe(buffer, one_copy), source, tag)
         return MpiMessage(request, False, source, tag, buffer.nbytes)
 
-    def _describe(self, buffer: np.ndarray, streaming: bool) -> list:
+    def _describe(self, buffer: np.ndarray, one_copy: bool) -> list:
         # MPI knows no bfloat16, and float16 only in some builds: everything travels as raw bytes.
         flat, nbytes = buffer.reshape(-1).view(np.uint8), buffer.nbytes
-        if streaming or not self._copies or not _COPIED_FROM < nbytes <= _COPIED_TO:
+        if one_copy or not self._copies or not _COPIED_FROM < nbytes <= _COPIED_TO:
             return [flat, MPI.BYTE]
         kind = self._types.get(nbytes)
         if kind is None:

@@ -64,16 +64,18 @@ class Transport(Protocol):
     """Bytes of the receive that the last successful ``test(status)`` completed."""
 
     def prepare_send(
-        self, buffer: np.ndarray, dest: int, channel: int, streaming: bool = False
+        self, buffer: np.ndarray, dest: int, channel: int, one_copy: bool = False
     ) -> Message:
         """Bind a send; raises ValueError for a buffer that cannot be sent in place.
 
-        `streaming` says that the buffer is a piece of one that no cache holds; both ends of a
-        message give the same value. It may change how fast the bytes move, nothing else.
+        `one_copy` asks that the receiver take the bytes straight from the sender's memory: best
+        for pieces of a buffer that no cache holds, and for messages that travel beside compute,
+        because the sender need not help. Both ends of a message give the same value. It may
+        change how fast the bytes move, nothing else.
         """
 
     def prepare_recv(
-        self, buffer: np.ndarray, source: int, channel: int, streaming: bool = False
+        self, buffer: np.ndarray, source: int, channel: int, one_copy: bool = False
     ) -> Message:
         """Bind a receive into `buffer` (see `prepare_send`)."""
 

@@ -80,6 +80,8 @@ class EngineState:
     recorder : Recorder
     data_bytes : int
         Bytes that the loaded data set keeps (category "data").
+    overlap : bool
+        Buckets are reduced beside backward ops.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class EngineState:
         algorithm: str,
         recorder: Recorder,
         data_bytes: int = 0,
+        overlap: bool = True,
     ) -> None:
         self.model, self.mesh, self.optimizer = model, mesh, optimizer
         self.dtype = np.dtype(dtype)
@@ -115,7 +118,7 @@ class EngineState:
         self.params = init_params(model, seed, self.dtype)
         self.ledger.hold("params", *self.params.values())
         self.block_params = dict(zip(self.blocks, model.split_params(self.params), strict=True))
-        self._build_buckets(buckets)
+        self._build_buckets(buckets, overlap)
         self._build_optimizer()
         self._build_control()
         self.ledger.set_bytes("data", data_bytes)
@@ -126,7 +129,7 @@ class EngineState:
         self.plan_rows: tuple[int, ...] = ()
         self.plan_kinds: list[type[Op]] = []
 
-    def _build_buckets(self, buckets: tuple[Bucket, ...]) -> None:
+    def _build_buckets(self, buckets: tuple[Bucket, ...], overlap: bool) -> None:
         self.buckets = [np.zeros(bucket.count, self.dtype) for bucket in buckets]
         self.ledger.hold("grads", *self.buckets)
         self.grads: dict[str, np.ndarray] = {}
@@ -135,7 +138,7 @@ class EngineState:
             for name, (lo, hi) in bucket.offsets().items():
                 self.grads[name] = flat[lo:hi].reshape(shapes[name])
         self.bucket_programs: list[Program] = [
-            self.dp.prepare_all_reduce(flat, f"bucket {bucket.index}")
+            self.dp.prepare_all_reduce(flat, f"bucket {bucket.index}", overlap)
             for bucket, flat in zip(buckets, self.buckets, strict=True)
         ]
 

@@ -50,6 +50,9 @@ class Engine:
         """Run a forward-only plan; parameters stay as they are."""
         current = StepState(load, step)
         self._run(plan, current)
+        # What the evaluation moved belongs to no step.
+        self.state.meter.traffic(self.state.dp)
+        self.state.meter.traffic(self.state.control)
         return current
 
     def _run(self, plan: Plan, current: StepState) -> None:

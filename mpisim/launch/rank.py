@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import glob
 import importlib.util
 import json
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -34,6 +36,7 @@ from mpisim.launch.record import (
     rank_file,
 )
 
+_PIPE_FLAGS = os.O_WRONLY | os.O_NONBLOCK
 _STALE_CLAIM_S = 60.0
 _BYSTANDER_WAIT_S = 0.5
 
@@ -218,7 +221,7 @@ def _join(job: Job, placed: bool, claim_dir: str | Path | None) -> None:
             rank_file(folder, job.rank, "pid").write_text(f"{os.getpid()}\n")
             # Never closed: its end tells the parent that this process is gone, whatever ended it.
             with contextlib.suppress(OSError):
-                alive = os.open(rank_file(folder, job.rank, "alive"), os.O_WRONLY | os.O_NONBLOCK)
+                alive = _highest(os.open(rank_file(folder, job.rank, "alive"), _PIPE_FLAGS))
                 os.set_blocking(alive, True)
                 if job.terminal:
                     job._screen = open(alive, "w", encoding="utf-8", closefd=False)
@@ -227,6 +230,19 @@ def _join(job: Job, placed: bool, claim_dir: str | Path | None) -> None:
     else:
         job._claim = (Path(claim_dir) if claim_dir else _claims_folder()) / f"{token}.json"
     check_world(ranks, job.size, "its environment")
+
+
+def _highest(fd: int) -> int:
+    """Move a file descriptor above all others of this process.
+
+    Linux closes the files of a dying process from the last to the first. The parent must hear of
+    its end before the launcher does, which kills the other ranks at once: else the first to go
+    might be one of these.
+    """
+    limit = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1024)
+    high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(limit - 16, fd))
+    os.close(fd)
+    return high
 
 
 def _handshake() -> dict[str, Any] | None:

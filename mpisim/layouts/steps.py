@@ -30,7 +30,7 @@ HALVING_BYTES = 2 << 20
 PIPELINE_BYTES = 2 << 20
 """Above, a ring is cut into segments, so that adding one overlaps receiving the next."""
 STREAM_BYTES = 4 << 20
-"""Above, no private cache holds the buffer: its pieces are sent as `streaming` messages."""
+"""Above, no private cache holds the buffer: its pieces are sent with one copy (see comm)."""
 SEGMENT_BYTES = 1 << 20
 """Largest segment of a pipelined ring up to `STREAM_BYTES`; a chunk has at least two."""
 STREAM_SEGMENT_BYTES = 512 << 10

@@ -83,6 +83,7 @@ def train_on(transport: Transport, setup: Setup, job: Job, overwrite: bool) -> E
         model=setup.model, mesh=setup.mesh, transport=transport, optimizer=config.optimizer,
         buckets=setup.full_plan().buckets, seed=config.run.seed, dtype=config.model.dtype,
         algorithm=config.comm.algorithm, recorder=recorder, data_bytes=data.nbytes,
+        overlap=config.parallel.overlap,
     )  # fmt: skip
     trainer = _Trainer(transport, setup, job, data, sampler, state, run_dir)
     trainer.run()

@@ -1,0 +1,121 @@
+"""Bars: bytes each rank sent by axis and collective, measured beside the step tables' number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import (
+    MEASURED,
+    PREDICTED,
+    NoData,
+    byte_unit,
+    format_bytes,
+    main,
+    run_title,
+    whole_numbers,
+)
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from mpisim.report import load_run
+
+
+@dataclass
+class BytesByKind:
+    """What `draw` needs; lists are per rank, bytes sent."""
+
+    title: str
+    measured: dict[str, list[int]]
+    """"AXIS COLLECTIVE" -> bytes per rank."""
+    predicted: dict[str, list[int]] | None
+
+
+def load(run_dir: Path) -> BytesByKind:
+    """Read both counts; a run that was cut short has only its trace, and no prediction."""
+    run = load_run(run_dir)
+    if run.num_ranks == 1:
+        raise NoData("one rank sends no messages.")
+    title = run_title(run, "Bytes sent by axis and collective")
+    if run.summary is not None:
+        ranks = run.summary["ranks"]
+        kinds = list(dict.fromkeys(name for entry in ranks for name in entry["traffic"]))
+        kinds += [n for n in ranks[0]["predicted_traffic"] if n not in kinds]
+
+        def sent(source: str) -> dict[str, list[int]]:
+            return {
+                kind: [entry[source].get(kind, {}).get("sent_bytes", 0) for entry in ranks]
+                for kind in kinds
+            }
+
+        return BytesByKind(title, sent("traffic"), sent("predicted_traffic"))
+    if not any((run.path / "trace").glob("rank-*.bin")):
+        raise NoData("the run was cut short and has no trace.")
+    from mpisim.trace.store import expand_messages, read_run
+
+    measured: dict[str, list[int]] = {}
+    for trace in read_run(run.path):
+        messages = expand_messages(trace)
+        for row in messages[messages["is_send"]]:
+            program = trace.programs[int(row["program"])]
+            kind = f"{program.axis} {program.collective}"
+            line = measured.setdefault(kind, [0] * run.num_ranks)
+            line[trace.rank] += int(row["nbytes"])
+    return BytesByKind(title, measured, None)
+
+
+def draw(fig: Figure, data: BytesByKind) -> None:
+    """Draw one panel per axis and collective, each on its own scale."""
+    kinds = list(data.measured)
+    fig.set_size_inches(max(6.0, 3.6 * len(kinds)), 4.4)
+    axes = fig.subplots(1, len(kinds), squeeze=False)[0]
+    for ax, kind in zip(axes, kinds, strict=True):
+        measured = data.measured[kind]
+        predicted = None if data.predicted is None else data.predicted[kind]
+        largest = max([*measured, *(predicted or [0])])
+        size, unit = byte_unit(largest)
+        ranks = range(len(measured))
+        width = 0.4 if predicted is not None else 0.7
+        shift = width / 2 if predicted is not None else 0.0
+        ax.bar([r - shift for r in ranks], [v / size for v in measured], width, color=MEASURED)
+        if predicted is not None:
+            ax.bar(
+                [r + shift for r in ranks], [v / size for v in predicted], width, color=PREDICTED
+            )
+        ax.set_title(_panel_title(kind, measured, predicted))
+        ax.set_xlabel("rank")
+        ax.set_ylabel(f"bytes sent over the whole run ({unit})")
+        ax.set_ylim(0, max(largest / size, 1e-9) * 1.08)
+        ax.set_xlim(-0.6, len(measured) - 0.4)
+        whole_numbers(ax.xaxis)
+        ax.grid(axis="y")
+    handles = [Patch(color=MEASURED, label="measured: counted by the transport")]
+    if data.predicted is not None:
+        handles.append(Patch(color=PREDICTED, label="predicted: from the step tables"))
+    fig.legend(handles=handles, loc="outside lower center", ncols=2)
+    fig.suptitle(f"{data.title}\n{_difference(data)}", x=0.02, ha="left", fontsize=11)
+
+
+def _panel_title(kind: str, measured: list[int], predicted: list[int] | None) -> str:
+    axis, _, collective = kind.partition(" ")
+    text = f"{collective} on {axis}\n{format_bytes(sum(measured))} in all"
+    if predicted is not None:
+        text += f", difference {sum(measured) - sum(predicted):,}"
+    return text
+
+
+def _difference(data: BytesByKind) -> str:
+    if data.predicted is None:
+        return "so far; a prediction is written when a run ends"
+    off = sum(
+        abs(a - b)
+        for kind, line in data.measured.items()
+        for a, b in zip(line, data.predicted[kind], strict=True)
+    )
+    if off == 0:
+        return "measured - predicted = 0 for every rank and kind"
+    return f"MEASURED AND PREDICTED DIFFER by {off:,} bytes"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main("bytes_by_kind", load, draw, __doc__))

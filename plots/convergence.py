@@ -1,0 +1,154 @@
+"""Curves: training loss per step, held-out loss, and the baselines a model must beat."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common import (
+    BLUE,
+    DARK_GREY,
+    SKY,
+    VERMILION,
+    NoData,
+    main,
+    run_title,
+    whole_numbers,
+)
+from matplotlib.figure import Figure
+
+from mpisim.report import load_run
+
+BASELINES = {
+    "unigram_entropy_nats": "unigram entropy",
+    "bigram_cross_entropy_nats": "bigram",
+    "mean_predictor_loss": "mean predictor",
+    "noise_floor_loss": "noise floor",
+}
+"""Those that are drawn, and what they are called in the picture."""
+
+
+@dataclass
+class Convergence:
+    """What `draw` needs."""
+
+    title: str
+    unit: str
+    steps: list[int]
+    losses: list[float]
+    heldout: list[tuple[int, float]] = field(default_factory=list)
+    """(step, loss)."""
+    baselines: dict[str, float] = field(default_factory=dict)
+
+
+def load(run_dir: Path) -> Convergence:
+    """Read the losses; baselines are known only when a run has ended."""
+    run = load_run(run_dir)
+    rows = [row for row in run.steps if math.isfinite(row["loss"])]
+    if not rows:
+        raise NoData("no step with a finite loss is logged.")
+    regression = run.config.get("data", {}).get("kind") == "regression"
+    known = (run.summary or {}).get("baselines", {})
+    return Convergence(
+        run_title(run, "Loss by step"),
+        "squared error" if regression else "nats per byte",
+        [row["step"] for row in rows],
+        [row["loss"] for row in rows],
+        [(row["step"], row["heldout_loss"]) for row in run.evaluations],
+        {label: known[name] for name, label in BASELINES.items() if name in known},
+    )
+
+
+def running_mean(values: list[float], window: int) -> list[float]:
+    """Return the mean of each value and up to ``window - 1`` before it."""
+    means, total = [], 0.0
+    for number, value in enumerate(values):
+        total += value
+        if number >= window:
+            total -= values[number - window]
+        means.append(total / min(number + 1, window))
+    return means
+
+
+def spread(places: list[float], gap: float) -> list[float]:
+    """Move sorted label places apart until neighbours are at least `gap` from each other."""
+    moved = list(places)
+    for _ in range(50):
+        for low in range(len(moved) - 1):
+            lack = gap - (moved[low + 1] - moved[low])
+            if lack > 1e-12:
+                moved[low] -= lack / 2
+                moved[low + 1] += lack / 2
+    return moved
+
+
+def draw(fig: Figure, data: Convergence) -> None:
+    """Draw the curves; baselines are named at the right edge."""
+    ax = fig.subplots()
+    window = max(3, len(data.losses) // 20)
+    smooth = running_mean(data.losses, window)
+    ax.plot(data.steps, data.losses, color=SKY, linewidth=0.9, label="training loss of each step")
+    if len(data.losses) > window:
+        ax.plot(
+            data.steps, smooth, color=BLUE, linewidth=2.2, label=f"its mean over {window} steps"
+        )
+    if data.heldout:
+        steps, losses = zip(*data.heldout, strict=True)
+        ax.plot(
+            steps, losses, color=VERMILION, marker="o", markersize=6, linestyle=(0, (2, 2)),
+            linewidth=1.2, label="held-out loss",
+        )  # fmt: skip
+    shown = [*data.losses, *(loss for _, loss in data.heldout), *data.baselines.values()]
+    logarithmic = min(shown) > 0 and max(shown) / min(shown) > 30
+    if logarithmic:
+        ax.set_yscale("log")
+    _limits(ax, shown, logarithmic)
+    _draw_baselines(ax, data.baselines, logarithmic)
+    ax.set_xlim(min(data.steps), max(max(data.steps), min(data.steps) + 1))
+    ax.set_xlabel("step (optimizer updates)")
+    ax.set_ylabel(f"loss ({data.unit})" + (", logarithmic" if logarithmic else ""))
+    whole_numbers(ax.xaxis)
+    ax.grid(axis="y")
+    ax.set_title(f"{data.title}\n{_outcome(data)}")
+    fig.legend(loc="outside lower center", ncols=3)
+
+
+def _limits(ax, shown: list[float], logarithmic: bool) -> None:
+    low, high = min(shown), max(shown)
+    if logarithmic:
+        ax.set_ylim(low / 1.3, high * 1.3)
+    else:
+        margin = max(high - low, 1e-3 * max(abs(high), 1e-9)) * 0.07
+        ax.set_ylim(low - margin, high + margin)
+
+
+def _draw_baselines(ax, baselines: dict[str, float], logarithmic: bool) -> None:
+    scale = math.log if logarithmic else float
+    bottom, top = (scale(value) for value in ax.get_ylim())
+    ordered = sorted(baselines.items(), key=lambda item: item[1])
+    places = spread([(scale(value) - bottom) / (top - bottom) for _, value in ordered], 0.09)
+    for (name, value), place in zip(ordered, places, strict=True):
+        ax.axhline(value, color=DARK_GREY, linewidth=1.1, linestyle=(0, (5, 3)))
+        ax.annotate(
+            f"{name}\n{value:.3f}", (1.0, place), xycoords="axes fraction", xytext=(7, 0),
+            textcoords="offset points", va="center", fontsize=8.5, color=DARK_GREY,
+            annotation_clip=False,
+        )  # fmt: skip
+
+
+def _outcome(data: Convergence) -> str:
+    text = f"training {data.losses[0]:.3f} to {data.losses[-1]:.3f}"
+    if not data.heldout:
+        return text
+    last = data.heldout[-1][1]
+    text += f"; held out {last:.3f} at the end"
+    for name in ("unigram entropy", "mean predictor"):
+        if data.baselines.get(name):
+            share = 1 - last / data.baselines[name]
+            text += f", {abs(share):.1%} {'below' if share >= 0 else 'above'} the {name}"
+    return text
+
+
+if __name__ == "__main__":
+    raise SystemExit(main("convergence", load, draw, __doc__))

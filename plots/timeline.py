@@ -1,0 +1,212 @@
+"""Gantt chart: what every rank computed, waited for and received during a step.
+
+Each rank has a bar of plan ops and, below it, a thin lane of the messages it received, from the
+moment it could take them to the moment they were there. A message below compute is hidden by it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from common import (
+    DARK_GREY,
+    OP_COLOURS,
+    PURPLE,
+    VERMILION,
+    WAIT_COLOURS,
+    NoData,
+    main,
+    run_title,
+    time_unit,
+)
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from mpisim.report import load_run
+from mpisim.report.waits import TRAIN, Overlap, overlap
+from mpisim.trace.store import RankTrace, expand_messages, expand_ops, read_run
+
+BAR = (-0.34, 0.14)
+LANE = (0.19, 0.36)
+"""From top to bottom of a rank's row, in rows."""
+
+KIND_LABELS = {
+    "LoadBatch": "load batch",
+    "Forward": "forward",
+    "Backward": "backward",
+    "StartSync": "start all-reduce",
+    "OptimizerStep": "optimizer",
+    "other compute": "other compute",
+}
+WAIT_LABELS = {"dp": "wait for gradients (dp)", "control": "wait for scalars (control)"}
+MESSAGE_COLOURS = {0: VERMILION, 1: PURPLE, "control": DARK_GREY}
+MESSAGE_LABELS = {
+    0: "message of gradient bucket 0, 2, ...",
+    1: "of bucket 1, 3, ...",
+    "control": "message of scalars",
+}
+
+
+@dataclass
+class Lane:
+    """One rank's bars; times in seconds since the first op shown."""
+
+    rank: int
+    ops: list[tuple[float, float, str, str]] = field(default_factory=list)
+    """Start, end, colour key (op kind or ``wait AXIS``), text."""
+    messages: list[tuple[float, float, object]] = field(default_factory=list)
+    """Posted, completed, colour key."""
+
+
+@dataclass
+class Timeline:
+    """What `draw` needs."""
+
+    title: str
+    lanes: list[Lane]
+    overlap: Overlap | None = None
+
+
+def load(run_dir: Path, step: int | None = None, steps: int = 1) -> Timeline:
+    """Read `steps` steps from `step` on; by default one from the middle, after warm-up."""
+    run = load_run(run_dir)
+    if not any((run.path / "trace").glob("rank-*.bin")):
+        raise NoData("the run has no trace (trace.enabled was false).")
+    traces = read_run(run.path)
+    common = set.intersection(*(_training_steps(trace) for trace in traces))
+    if not common:
+        raise NoData("no step is complete in the trace of every rank.")
+    if step is None:
+        steady = sorted(number for number in common if number >= run.warmup_steps)
+        choice = steady or sorted(common)
+        step = choice[len(choice) // 2]
+    if step not in common:
+        raise NoData(f"step {step} is not in the trace; it has {min(common)} to {max(common)}.")
+    last = max(number for number in common if number < step + steps)
+    lanes = [_lane(trace, step, last) for trace in traces]
+    zero = min(start for lane in lanes for start, *_ in lane.ops)
+    for lane in lanes:
+        lane.ops = [(a - zero, b - zero, *rest) for a, b, *rest in lane.ops]
+        lane.messages = [(a - zero, b - zero, key) for a, b, key in lane.messages]
+    shown = f"step {step}" if last == step else f"steps {step} to {last}"
+    counted = overlap(traces, run.warmup_steps)
+    return Timeline(
+        run_title(run, f"Timeline of {shown}"), lanes, counted if counted.ring_steps else None
+    )
+
+
+def _training_steps(trace: RankTrace) -> set[int]:
+    return {step for step, plan, _ in trace.ops if trace.plans[plan].name.startswith(TRAIN)}
+
+
+def _lane(trace: RankTrace, first: int, last: int) -> Lane:
+    lane = Lane(trace.rank)
+    ops = expand_ops(trace)
+    for row in ops[(ops["step"] >= first) & (ops["step"] <= last)]:
+        plan = trace.plans[int(row["plan"])]
+        # The evaluation after the last step shown is no part of it.
+        if int(row["step"]) == last and not plan.name.startswith(TRAIN):
+            continue
+        index = int(row["op_index"])
+        kind, axis, words = plan.kinds[index], plan.waits[index], plan.texts[index].split()
+        key = f"wait {axis}" if axis else kind if kind in OP_COLOURS else "other compute"
+        block = next((word[6:] for word in words if word.startswith("block=")), "")
+        lane.ops.append((float(row["start_s"]), float(row["end_s"]), key, block))
+    end = max(op[1] for op in lane.ops)
+    messages = expand_messages(trace)
+    shown = ~messages["is_send"] & (messages["step"] >= first) & (messages["step"] <= last)
+    for row in messages[shown & (messages["completed_s"] <= end)]:
+        program = trace.programs[int(row["program"])]
+        bucket = program.label.rpartition(" ")[2]
+        key = int(bucket) % 2 if program.axis == "dp" and bucket.isdigit() else "control"
+        lane.messages.append((float(row["posted_s"]), float(row["completed_s"]), key))
+    return lane
+
+
+def draw(fig: Figure, data: Timeline) -> None:
+    """Draw the lanes of all ranks below each other."""
+    ranks = len(data.lanes)
+    fig.set_size_inches(11, min(1.9 + 0.72 * ranks, 20))
+    ax = fig.subplots()
+    end_s = max(end for lane in data.lanes for _, end, *_ in lane.ops)
+    size, unit = time_unit(end_s)
+    colours = {**OP_COLOURS, **{f"wait {axis}": colour for axis, colour in WAIT_COLOURS.items()}}
+    seen: set = set()
+    for row, lane in enumerate(data.lanes):
+        _bars(ax, [(a / size, b / size, colours[key]) for a, b, key, _ in lane.ops], row, BAR, 0.3)
+        _bars(
+            ax, [(a / size, b / size, MESSAGE_COLOURS[key]) for a, b, key in lane.messages],
+            row, LANE, 0.4,
+        )  # fmt: skip
+        seen |= {key for _, _, key, _ in lane.ops}
+        seen |= {("message", key) for *_, key in lane.messages}
+        if ranks <= 16:
+            _names(ax, lane, row, size, end_s / size)
+    ax.set_xlim(0, end_s / size)
+    ax.set_ylim(ranks - 0.5, -0.5)
+    every = max(1, ranks // 32)
+    ax.set_yticks(range(0, ranks, every), [f"rank {lane.rank}" for lane in data.lanes[::every]])
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+    ax.set_xlabel(f"time since the step began ({unit})")
+    ax.grid(axis="x")
+    title = data.title
+    if data.overlap is not None:
+        title += (
+            f"\n{data.overlap.share:.0%} of the ring steps of all buckets but the last "
+            f"were over before backward ended (all steps after warm-up)"
+        )
+    ax.set_title(title)
+    handles = [
+        Patch(color=colours[key], label=label) for key, label in KIND_LABELS.items() if key in seen
+    ]
+    handles += [
+        Patch(color=colours[f"wait {axis}"], label=label)
+        for axis, label in WAIT_LABELS.items()
+        if f"wait {axis}" in seen
+    ]
+    handles += [
+        Patch(color=MESSAGE_COLOURS[key], label=label)
+        for key, label in MESSAGE_LABELS.items()
+        if ("message", key) in seen
+    ]
+    fig.legend(handles=handles, loc="outside lower center", ncols=5)
+
+
+def _bars(ax, bars: list[tuple[float, float, str]], row: int, place: tuple, edge: float) -> None:
+    top, bottom = row + place[0], row + place[1]
+    ax.add_collection(
+        PolyCollection(
+            [[(a, top), (b, top), (b, bottom), (a, bottom)] for a, b, _ in bars],
+            facecolors=[colour for *_, colour in bars],
+            edgecolors="white",
+            linewidths=edge,
+        )
+    )
+
+
+def _names(ax, lane: Lane, row: int, size: float, end: float) -> None:
+    """Write block names into the bars that are wide enough for them."""
+    points = ax.figure.get_size_inches()[0] * 72 * 0.85
+    for start, stop, key, text in lane.ops:
+        width = (stop - start) / size / end * points
+        if text and width > 5.2 * len(text) + 4:
+            ax.text(
+                (start + stop) / 2 / size, row + float(np.mean(BAR)), text, ha="center",
+                va="center", fontsize=7, color="white" if key == "Backward" else "black",
+                clip_on=True,
+            )  # fmt: skip
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add --step and --steps."""
+    parser.add_argument("--step", type=int, help="first step shown; default: a middle one")
+    parser.add_argument("--steps", type=int, default=1, metavar="K", help="steps shown; default 1")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main("timeline", load, draw, __doc__, add_options))
