@@ -333,7 +333,7 @@ def bench_collectives(
     """Time the rings beside the library's collectives and a memory copy."""
     from mpisim.bench import bench_collectives as measure
 
-    return measure(ranks=ranks, launches=launches, sizes=sizes, as_json=as_json)
+    return _print_bench(measure(ranks=ranks, launches=launches, sizes=sizes), as_json)
 
 
 @bench.command("trace")
@@ -343,7 +343,7 @@ def bench_trace(ranks: int, as_json: bool) -> int:
     """Time a training step with tracing on and off."""
     from mpisim.bench import bench_trace as measure
 
-    return measure(ranks=ranks, as_json=as_json)
+    return _print_bench(measure(ranks=ranks), as_json)
 
 
 @cli.command()
@@ -376,6 +376,12 @@ def _split(flags: str) -> list[str]:
         raise ConfigError(
             f"--mpi-args must be words as in a shell; got {flags!r} ({error}). Close its quotes."
         ) from None
+
+
+def _print_bench(result: Any, as_json: bool) -> int:
+    if result.status == _DONE:
+        _print_table(lambda: result.text, lambda: result.rows, as_json)
+    return result.status
 
 
 def _print_table(

@@ -10,7 +10,7 @@ from common import (
     PREDICTED,
     NoData,
     byte_unit,
-    format_bytes,
+    heading,
     main,
     run_title,
     whole_numbers,
@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from mpisim.report import load_run
+from mpisim.units import format_bytes
 
 
 @dataclass
@@ -93,7 +94,7 @@ def draw(fig: Figure, data: BytesByKind) -> None:
     if data.predicted is not None:
         handles.append(Patch(color=PREDICTED, label="predicted: from the step tables"))
     fig.legend(handles=handles, loc="outside lower center", ncols=2)
-    fig.suptitle(f"{data.title}\n{_difference(data)}", x=0.02, ha="left", fontsize=11)
+    heading(fig, data.title, _difference(data))
 
 
 def _panel_title(kind: str, measured: list[int], predicted: list[int] | None) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import NoData, byte_unit, format_bytes, main, run_title, whole_numbers
+from common import NoData, byte_unit, heading, main, run_title, whole_numbers
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from mpisim.report import load_run
+from mpisim.units import format_bytes
 
 Matrix = list[list[int]]
 
@@ -80,7 +81,7 @@ def draw(fig: Figure, data: BytesMatrix) -> None:
             _numbers(ax, matrix, largest)
     axes[0].set_ylabel("sending rank")
     fig.colorbar(image, ax=list(axes), label=f"bytes over the whole run ({unit})", shrink=0.85)
-    fig.suptitle(f"{data.title}\n{_difference(data)}", x=0.02, ha="left", fontsize=11)
+    heading(fig, data.title, _difference(data))
 
 
 def _numbers(ax, matrix: Matrix, largest: int) -> None:

@@ -19,7 +19,6 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from mpisim.errors import MpisimError
 from mpisim.report import Run
-from mpisim.units import format_bytes, format_seconds
 
 STYLE = Path(__file__).with_name("mpisim.mplstyle")
 
@@ -32,7 +31,7 @@ OP_COLOURS = {
     "Forward": SKY,
     "Backward": BLUE,
     "OptimizerStep": GREEN,
-    "StartSync": PURPLE,
+    "StartSync": BLACK,
     "other compute": GREY,
 }
 WAIT_COLOURS = {"dp": ORANGE, "control": LIGHT_GREY}
@@ -87,16 +86,15 @@ def time_unit(largest_s: float) -> tuple[float, str]:
 
 def whole_numbers(axis: Any, most: int = 12) -> None:
     """Put ticks on whole numbers only: ranks, steps."""
-    axis.set_major_locator(MaxNLocator(nbins=most, integer=True, min_n_ticks=1))
+    axis.set_major_locator(
+        MaxNLocator(nbins=most, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
+    )
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
 
-def legend_right(axes: Any, handles: list, labels: list[str], **options: Any) -> Any:
-    """Put a legend to the right of `axes`, outside the data."""
-    return axes.legend(
-        handles, labels, loc="upper left", bbox_to_anchor=(1.005, 1.0), borderaxespad=0.0,
-        **options,
-    )  # fmt: skip
+def heading(fig: Figure, what: str, finding: str = "") -> None:
+    """Put a picture's title, and below it what it shows in numbers, at the top left."""
+    fig.suptitle(f"{what}\n{finding}" if finding else what, x=0.012, ha="left", linespacing=1.35)
 
 
 def save(
@@ -157,10 +155,3 @@ def main(
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-__all__ = [
-    "MEASURED", "MEMORY_COLOURS", "OP_COLOURS", "PREDICTED", "STALL_COLOURS", "STALL_LABELS",
-    "WAIT_COLOURS", "NoData", "byte_unit", "format_bytes", "format_seconds", "legend_right",
-    "main", "run_title", "save", "time_unit", "whole_numbers",
-]  # fmt: skip

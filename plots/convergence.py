@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from common import (
     SKY,
     VERMILION,
     NoData,
+    heading,
     main,
     run_title,
     whole_numbers,
@@ -60,14 +62,16 @@ def load(run_dir: Path) -> Convergence:
     )
 
 
-def running_mean(values: list[float], window: int) -> list[float]:
-    """Return the mean of each value and up to ``window - 1`` before it."""
-    means, total = [], 0.0
-    for number, value in enumerate(values):
-        total += value
-        if number >= window:
-            total -= values[number - window]
-        means.append(total / min(number + 1, window))
+def centred_mean(values: list[float], reach: int) -> list[float]:
+    """Return the mean of each value and up to `reach` neighbours on either side.
+
+    Near the ends both sides are cut alike, so the curve neither leads nor lags.
+    """
+    sums = [0.0, *itertools.accumulate(values)]
+    means = []
+    for number in range(len(values)):
+        side = min(reach, number, len(values) - 1 - number)
+        means.append((sums[number + side + 1] - sums[number - side]) / (2 * side + 1))
     return means
 
 
@@ -86,8 +90,9 @@ def spread(places: list[float], gap: float) -> list[float]:
 def draw(fig: Figure, data: Convergence) -> None:
     """Draw the curves; baselines are named at the right edge."""
     ax = fig.subplots()
-    window = max(3, len(data.losses) // 20)
-    smooth = running_mean(data.losses, window)
+    reach = max(1, len(data.losses) // 40)
+    window = 2 * reach + 1
+    smooth = centred_mean(data.losses, reach)
     ax.plot(data.steps, data.losses, color=SKY, linewidth=0.9, label="training loss of each step")
     if len(data.losses) > window:
         ax.plot(
@@ -97,7 +102,7 @@ def draw(fig: Figure, data: Convergence) -> None:
         steps, losses = zip(*data.heldout, strict=True)
         ax.plot(
             steps, losses, color=VERMILION, marker="o", markersize=6, linestyle=(0, (2, 2)),
-            linewidth=1.2, label="held-out loss",
+            linewidth=1.2, label="held-out loss", clip_on=False, zorder=3,
         )  # fmt: skip
     shown = [*data.losses, *(loss for _, loss in data.heldout), *data.baselines.values()]
     logarithmic = min(shown) > 0 and max(shown) / min(shown) > 30
@@ -110,7 +115,7 @@ def draw(fig: Figure, data: Convergence) -> None:
     ax.set_ylabel(f"loss ({data.unit})" + (", logarithmic" if logarithmic else ""))
     whole_numbers(ax.xaxis)
     ax.grid(axis="y")
-    ax.set_title(f"{data.title}\n{_outcome(data)}")
+    heading(fig, data.title, _outcome(data))
     fig.legend(loc="outside lower center", ncols=3)
 
 

@@ -14,7 +14,7 @@ from common import (
     VERMILION,
     NoData,
     byte_unit,
-    format_bytes,
+    heading,
     main,
     run_title,
     time_unit,
@@ -25,6 +25,7 @@ from matplotlib.patches import Patch
 
 from mpisim.report import load_run
 from mpisim.trace.store import RankTrace, read_run
+from mpisim.units import format_bytes
 
 
 @dataclass
@@ -131,7 +132,7 @@ def draw(fig: Figure, data: Memory) -> None:
             ax.axhline(value / size, color=colour, linestyle=style, linewidth=1.6)
         ax.set_xlim(0, times[-1])
         ax.set_ylim(0, highest / size * 1.06)
-        ax.set_xlabel(f"time ({time_name})")
+        ax.set_xlabel(f"time since its start ({time_name})")
         ax.set_title(curve.name)
         ax.grid(axis="y")
     axes[0].set_ylabel(f"live bytes ({unit})")
@@ -141,8 +142,8 @@ def draw(fig: Figure, data: Memory) -> None:
                label=f"{name}: {format_bytes(value)}")
         for name, value in data.lines.items()
     ]  # fmt: skip
-    fig.legend(handles=handles, loc="outside right upper")
-    fig.suptitle(data.title, x=0.02, ha="left", fontsize=11)
+    fig.legend(handles=handles, loc="outside right center")
+    heading(fig, data.title, "levels after each op; inside an op the peak of the run is reached")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

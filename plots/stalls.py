@@ -9,7 +9,7 @@ from common import (
     STALL_COLOURS,
     STALL_LABELS,
     NoData,
-    format_seconds,
+    heading,
     main,
     run_title,
     time_unit,
@@ -19,6 +19,7 @@ from matplotlib.patches import Patch
 
 from mpisim.report import load_run
 from mpisim.report.rows import stalls_per_rank
+from mpisim.units import format_seconds
 
 
 @dataclass
@@ -63,6 +64,7 @@ def draw(fig: Figure, data: Stalls) -> None:
         ax.annotate(
             f"{format_seconds(total) if total else '0 s'}{share}", (total / size, row),
             xytext=(6, 0), textcoords="offset points", va="center", fontsize=9,
+            bbox={"facecolor": "white", "pad": 1.5},
         )  # fmt: skip
     every = max(1, len(ranks) // 32)
     ax.set_yticks(range(0, len(ranks), every), [f"rank {rank}" for rank in ranks[::every]])
@@ -73,7 +75,7 @@ def draw(fig: Figure, data: Stalls) -> None:
     ax.grid(axis="x")
     mean = sum(totals) / len(totals)
     share = f", {mean / data.step_time_s:.0%} of the step time" if data.step_time_s > 0 else ""
-    ax.set_title(f"{data.title}\nmean over ranks {format_seconds(mean)}{share}")
+    heading(fig, data.title, f"mean over ranks {format_seconds(mean)}{share}")
     fig.legend(handles=handles, loc="outside lower center", ncols=4, title="waited for")
 
 

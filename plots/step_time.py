@@ -13,7 +13,7 @@ from common import (
     PURPLE,
     VERMILION,
     NoData,
-    format_seconds,
+    heading,
     main,
     run_title,
     time_unit,
@@ -25,6 +25,7 @@ from matplotlib.patches import Patch
 
 from mpisim.report import load_run
 from mpisim.report.rows import percentile
+from mpisim.units import format_seconds
 
 PERCENTILES = {50: ORANGE, 95: VERMILION, 99: PURPLE}
 
@@ -69,7 +70,13 @@ def draw(fig: Figure, data: StepTime) -> None:
     whole_numbers(left.xaxis)
     left.set_xlabel("step (optimizer updates)")
     left.set_ylabel(f"time of a step ({unit})")
-    left.set_title("in the order of the run")
+    # A first step that takes a hundred times as long must not flatten all others.
+    top = max(steady)
+    if max(data.seconds) <= 3 * top:
+        top = max(data.seconds)
+    above = sum(value > top for value in data.seconds)
+    note = f"; {above} of the warm-up above the scale" if above else ""
+    left.set_title(f"in the order of the run{note}")
     values = [v / size for v in steady]
     right.hist(values, bins=min(40, max(5, len(values) // 4)), orientation="horizontal", color=BLUE)
     right.set_xlabel("number of steps")
@@ -83,11 +90,11 @@ def draw(fig: Figure, data: StepTime) -> None:
         for ax in (left, right):
             ax.axhline(value / size, color=colour, linewidth=1.4)
         handles.append(Line2D([], [], color=colour, label=f"p{percent} = {format_seconds(value)}"))
-    left.set_ylim(0, max(data.seconds) / size * 1.06)
+    left.set_ylim(0, top / size * 1.06)
     for ax in (left, right):
         ax.grid(axis="y")
     fig.legend(handles=handles, loc="outside lower center", ncols=5)
-    fig.suptitle(f"{data.title}: {_numbers(steady)}", x=0.02, ha="left", fontsize=11)
+    heading(fig, data.title, _numbers(steady))
 
 
 def _numbers(steady: list[float]) -> str:

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 from common import (
-    DARK_GREY,
+    GREY,
     OP_COLOURS,
     PURPLE,
     VERMILION,
     WAIT_COLOURS,
     NoData,
+    heading,
     main,
     run_title,
     time_unit,
@@ -43,11 +44,11 @@ KIND_LABELS = {
     "other compute": "other compute",
 }
 WAIT_LABELS = {"dp": "wait for gradients (dp)", "control": "wait for scalars (control)"}
-MESSAGE_COLOURS = {0: VERMILION, 1: PURPLE, "control": DARK_GREY}
+MESSAGE_COLOURS = {0: VERMILION, 1: PURPLE, "control": GREY}
 MESSAGE_LABELS = {
-    0: "message of gradient bucket 0, 2, ...",
-    1: "of bucket 1, 3, ...",
-    "control": "message of scalars",
+    0: "received: gradient bucket 0, 2, ...",
+    1: "received: gradient bucket 1, 3, ...",
+    "control": "received: scalars",
 }
 
 
@@ -136,31 +137,38 @@ def draw(fig: Figure, data: Timeline) -> None:
     size, unit = time_unit(end_s)
     colours = {**OP_COLOURS, **{f"wait {axis}": colour for axis, colour in WAIT_COLOURS.items()}}
     seen: set = set()
+    ax.set_xlim(0, end_s / size)
     for row, lane in enumerate(data.lanes):
-        _bars(ax, [(a / size, b / size, colours[key]) for a, b, key, _ in lane.ops], row, BAR, 0.3)
-        _bars(
-            ax, [(a / size, b / size, MESSAGE_COLOURS[key]) for a, b, key in lane.messages],
-            row, LANE, 0.4,
-        )  # fmt: skip
+        _bars(ax, [(a / size, b / size, colours[key]) for a, b, key, _ in lane.ops], row, BAR)
+        received = [(a / size, b / size, MESSAGE_COLOURS[key]) for a, b, key in lane.messages]
+        _bars(ax, received, row, LANE)
         seen |= {key for _, _, key, _ in lane.ops}
         seen |= {("message", key) for *_, key in lane.messages}
         if ranks <= 16:
-            _names(ax, lane, row, size, end_s / size)
-    ax.set_xlim(0, end_s / size)
+            _names(ax, lane, row, size)
     ax.set_ylim(ranks - 0.5, -0.5)
     every = max(1, ranks // 32)
-    ax.set_yticks(range(0, ranks, every), [f"rank {lane.rank}" for lane in data.lanes[::every]])
-    ax.tick_params(axis="y", length=0)
+    shown = range(0, ranks, every)
+    bar_middle = float(np.mean(BAR))
+    ax.set_yticks(
+        [row + bar_middle for row in shown], [f"rank {data.lanes[row].rank}" for row in shown]
+    )
+    if ranks <= 16:
+        ax.set_yticks(
+            [row + float(np.mean(LANE)) for row in shown], ["received"] * ranks, minor=True
+        )
+    ax.tick_params(axis="y", which="both", length=0)
+    ax.tick_params(axis="y", which="minor", labelsize=7, labelcolor=GREY)
     ax.spines["left"].set_visible(False)
     ax.set_xlabel(f"time since the step began ({unit})")
     ax.grid(axis="x")
-    title = data.title
+    finding = ""
     if data.overlap is not None:
-        title += (
-            f"\n{data.overlap.share:.0%} of the ring steps of all buckets but the last "
-            f"were over before backward ended (all steps after warm-up)"
+        finding = (
+            f"after warm-up, {data.overlap.share:.0%} of the ring steps of all buckets but the "
+            f"last were over before backward ended"
         )
-    ax.set_title(title)
+    heading(fig, data.title, finding)
     handles = [
         Patch(color=colours[key], label=label) for key, label in KIND_LABELS.items() if key in seen
     ]
@@ -177,24 +185,33 @@ def draw(fig: Figure, data: Timeline) -> None:
     fig.legend(handles=handles, loc="outside lower center", ncols=5)
 
 
-def _bars(ax, bars: list[tuple[float, float, str]], row: int, place: tuple, edge: float) -> None:
+def _points(ax, span: float) -> float:
+    """Return about how many points wide a span of time is in the picture."""
+    low, high = ax.get_xlim()
+    return span / (high - low) * ax.figure.get_size_inches()[0] * 72 * 0.88
+
+
+def _bars(ax, bars: list[tuple[float, float, str]], row: int, place: tuple[float, float]) -> None:
     top, bottom = row + place[0], row + place[1]
+    wide = [_points(ax, b - a) > 2.5 for a, b, _ in bars]
     ax.add_collection(
         PolyCollection(
             [[(a, top), (b, top), (b, bottom), (a, bottom)] for a, b, _ in bars],
             facecolors=[colour for *_, colour in bars],
-            edgecolors="white",
-            linewidths=edge,
+            # A white edge parts neighbours; around a hairline it would hide it.
+            edgecolors=[
+                "white" if is_wide else colour
+                for is_wide, (*_, colour) in zip(wide, bars, strict=True)
+            ],
+            linewidths=0.35,
         )
     )
 
 
-def _names(ax, lane: Lane, row: int, size: float, end: float) -> None:
+def _names(ax, lane: Lane, row: int, size: float) -> None:
     """Write block names into the bars that are wide enough for them."""
-    points = ax.figure.get_size_inches()[0] * 72 * 0.85
     for start, stop, key, text in lane.ops:
-        width = (stop - start) / size / end * points
-        if text and width > 5.2 * len(text) + 4:
+        if text and _points(ax, (stop - start) / size) > 5.2 * len(text) + 4:
             ax.text(
                 (start + stop) / 2 / size, row + float(np.mean(BAR)), text, ha="center",
                 va="center", fontsize=7, color="white" if key == "Backward" else "black",

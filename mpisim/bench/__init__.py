@@ -10,6 +10,6 @@ Shared machines are noisy: figures are medians of ratios between calls of the sa
 rounds during which other programs used more than 5% of the cores are dropped.
 """
 
-from mpisim.bench.parent import bench_collectives, bench_trace
+from mpisim.bench.parent import BenchResult, bench_collectives, bench_trace
 
-__all__ = ["bench_collectives", "bench_trace"]
+__all__ = ["BenchResult", "bench_collectives", "bench_trace"]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import statistics
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mpisim.launch import EXIT_DONE, launch
 from mpisim.units import format_bytes
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_SIZES = tuple(1 << shift for shift in range(10, 27, 2)) + (2 << 20,)
 """1 KiB to 64 MiB, each four times the last, and 2 MiB, where an algorithm ends."""
@@ -34,10 +38,21 @@ _COLUMNS = (
 )
 
 
+@dataclass(frozen=True)
+class BenchResult:
+    """What a benchmark found."""
+
+    status: int
+    """Exit status; not 0: the launch failed and said why."""
+    rows: list[dict[str, Any]]
+    text: str
+    """The rows as a table for people."""
+
+
 def bench_collectives(
-    *, ranks: int, launches: int = 5, sizes: tuple[int, ...] | None = None, as_json: bool = False
-) -> int:
-    """Time the rings beside the library's collectives and a memory copy, and print the table.
+    *, ranks: int, launches: int = 5, sizes: tuple[int, ...] | None = None
+) -> BenchResult:
+    """Time the rings beside the library's collectives and a memory copy.
 
     Parameters
     ----------
@@ -45,14 +60,14 @@ def bench_collectives(
     launches : int
         Independent starts; every figure is the median over them.
     sizes : tuple of int, optional
-        Bytes of the whole buffer.
-    as_json : bool
-        Print rows as JSON and nothing else.
+        Bytes of the whole buffer (all_gather: of the result; reduce_scatter: of the input).
 
     Returns
     -------
-    int
-        Exit status.
+    BenchResult
+        One row per collective and size. Times in microseconds; `speedup` is the library's time
+        over ours, the median of the rounds' ratios; bandwidths in 1e9 bytes/s as nccl-tests
+        defines them; `wire_bytes` of the rank that sends most.
     """
     chosen = sorted(sizes or DEFAULT_SIZES)
     results = []
@@ -60,52 +75,45 @@ def bench_collectives(
     for number in range(launches):
         status, found = _start("collectives", {"sizes": chosen}, ranks)
         if status != EXIT_DONE:
-            return status
+            return BenchResult(status, [], "")
         rows, library = found
         results.append(rows)
-        if not as_json:
-            print(f"launch {number + 1} of {launches} done", file=sys.stderr, flush=True)
+        _log.info("launch %d of %d done", number + 1, launches)
     rows = [_median_row(same) for same in zip(*results, strict=True)]
-    if as_json:
-        _print_json(rows)
-        return EXIT_DONE
-    print(f"{library}; {ranks} ranks; medians of {launches} launches; speedup = library / ours")
-    print(" ".join(_title(name, form) for name, form in _COLUMNS))
+    lines = [
+        f"{library}; {ranks} ranks; medians of {launches} launches; speedup = library / ours",
+        " ".join(_title(name, form) for name, form in _COLUMNS),
+    ]
     for row in sorted(rows, key=lambda row: row["collective"]):
         shown = {**row, "count": row["bytes"] // 4}
-        print(" ".join(form.format(shown[name]) for name, form in _COLUMNS))
-    return EXIT_DONE
+        lines.append(" ".join(form.format(shown[name]) for name, form in _COLUMNS))
+    return BenchResult(EXIT_DONE, rows, "\n".join(lines))
 
 
-def bench_trace(*, ranks: int, as_json: bool = False, rounds: int = 60) -> int:
-    """Time a training step with tracing on and off, interleaved, and print the cost.
+def bench_trace(*, ranks: int, rounds: int = 60) -> BenchResult:
+    """Time a training step with tracing on and off, interleaved.
 
     Parameters
     ----------
     ranks : int
-    as_json : bool
-        Print the row as JSON and nothing else.
     rounds : int
         Pairs of step groups.
 
     Returns
     -------
-    int
-        Exit status.
+    BenchResult
+        One row: `step_traced_us`, `step_untraced_us`, `overhead` (a share: 0.01 is 1%).
     """
     status, found = _start("trace", {"rounds": rounds}, ranks)
     if status != EXIT_DONE:
-        return status
+        return BenchResult(status, [], "")
     row, library = found
-    if as_json:
-        _print_json([row])
-        return EXIT_DONE
-    print(f"{library}; {ranks} ranks; medians of {row['rounds']} interleaved rounds")
-    print(
+    text = (
+        f"{library}; {ranks} ranks; medians of {row['rounds']} interleaved rounds\n"
         f"step traced {row['step_traced_us']:.1f} us, untraced {row['step_untraced_us']:.1f} us, "
         f"overhead {row['overhead']:+.2%} ({format_bytes(row['trace_bytes_per_step'])} per step)"
     )
-    return EXIT_DONE
+    return BenchResult(status, [row], text)
 
 
 def _start(kind: str, options: dict[str, Any], ranks: int) -> tuple[int, Any]:
@@ -131,7 +139,3 @@ def _title(name: str, form: str) -> str:
     width = "".join(c for c in form.split(">")[-1].split("<")[-1].split(".")[0] if c.isdigit())
     side = "<" if "<" in form else ">"
     return f"{name:{side}{width}}"
-
-
-def _print_json(rows: list[dict[str, Any]]) -> None:
-    print(json.dumps(rows, indent=1))

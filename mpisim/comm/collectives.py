@@ -21,7 +21,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpisim.comm.transport import Message, Transport, length_error
-from mpisim.layouts.steps import NO_PEER, PIPELINE_DEPTH, STREAM_BYTES, StepTable, Transfer, scratch_slots
+from mpisim.layouts.steps import (
+    NO_PEER,
+    PIPELINE_DEPTH,
+    STREAM_BYTES,
+    StepTable,
+    Transfer,
+    scratch_slots,
+)
 from mpisim.trace.events import COMBINE, COPY, RECV, SEND, ProgramTable
 from mpisim.trace.recorder import SPILL_STAMPS, ProgramStamps, Recorder
 
@@ -329,9 +336,7 @@ class _Builder:
             if row.combine:
                 # The lower index stands left on both sides, so even NaN payloads agree.
                 pair = (slot, x) if row.recv_from < self.index else (x, slot)
-                rows.append(
-                    _Row(row, self.send(row, x), self.recv(row, slot), (*pair, x), True)
-                )
+                rows.append(_Row(row, self.send(row, x), self.recv(row, slot), (*pair, x), True))
             else:
                 rows.append(_Row(row, self.send(row, x), self.recv(row, x)))
         return rows
@@ -367,9 +372,7 @@ class _Builder:
                 )
                 held = (row.recv_lo, row.recv_hi, slot)
                 continue
-            built = _Row(
-                row, self.send(row, sent), self.recv(row, x[row.recv_lo : row.recv_hi])
-            )
+            built = _Row(row, self.send(row, sent), self.recv(row, x[row.recv_lo : row.recv_hi]))
             if held is not None and not copied:
                 built.copy = (x[held[0] : held[1]], held[2])
                 copied, held = True, None
@@ -483,9 +486,7 @@ def compile_program(
         The program will be advanced beside compute; the same on every rank.
     """
     made: list[Message] = []
-    one_copy = background or (
-        table.segments > 1 and table.count * x.itemsize > STREAM_BYTES
-    )
+    one_copy = background or (table.segments > 1 and table.count * x.itemsize > STREAM_BYTES)
 
     def make_send(view: np.ndarray, peer: int) -> Message:
         made.append(transport.prepare_send(view, peer, channel, one_copy))

@@ -454,13 +454,10 @@ class Communicator:
 
     def _evict(self, cache: OrderedDict) -> None:
         while len(cache) > CACHED_PROGRAMS:
-            for key, program in cache.items():
-                if program not in self._queue:
-                    break
-            else:
+            idle = [key for key, program in cache.items() if program not in self._queue]
+            if not idle:
                 return
-            del cache[key]
-            self._retire(program)
+            self._retire(cache.pop(idle[0]))
 
     def _retire(self, program: Program) -> None:
         name = program.table.collective
@@ -547,6 +544,5 @@ def _check_vector(x: np.ndarray) -> None:
 def _check_out(out: np.ndarray, dtype: np.dtype, count: int) -> None:
     if out.dtype != dtype or out.shape != (count,):
         raise ValueError(
-            f"buffer must have shape ({count},) and dtype {dtype}; got {out.shape} and "
-            f"{out.dtype}."
+            f"buffer must have shape ({count},) and dtype {dtype}; got {out.shape} and {out.dtype}."
         )

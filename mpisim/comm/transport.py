@@ -83,8 +83,10 @@ class Transport(Protocol):
         """Yield the core; raise if the peer is lost, the time is up or a stranger waits."""
 
     def exchange(self, text: str) -> list[str]:
-        """Collect one short text from every rank, in rank order (before the first step or
-        after the last only)."""
+        """Collect one short text from every rank, in rank order.
+
+        Before the first step or after the last only.
+        """
 
     def barrier(self) -> None:
         """Return once every rank has called it (start and end of a job only)."""

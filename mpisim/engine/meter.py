@@ -32,9 +32,7 @@ class StepMeter:
             self._before[key] = total
         return moved
 
-    def stalls(
-        self, communicator: Communicator, since_s: float
-    ) -> dict[tuple[str, str], float]:
+    def stalls(self, communicator: Communicator, since_s: float) -> dict[tuple[str, str], float]:
         """Return this step's stall seconds on `communicator`, by (axis, cause).
 
         Only waiting after `since_s` counts: before it, compute went on beside the messages.
@@ -50,6 +48,4 @@ class StepMeter:
             times = np.maximum(np.array(stamps.stamps).reshape(-1, stamps.per_run), since_s)
             spans = np.diff(times, axis=1).sum(axis=0)
             seconds += np.bincount(codes, weights=spans, minlength=4)
-        return {
-            (communicator.axis, cause): float(seconds[code]) for cause, code in _CAUSES.items()
-        }
+        return {(communicator.axis, cause): float(seconds[code]) for cause, code in _CAUSES.items()}

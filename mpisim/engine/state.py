@@ -153,15 +153,11 @@ class EngineState:
             self.ledger.hold("optimizer", *moments)
 
     def _build_control(self) -> None:
-        self.scalars = {
-            kind: np.zeros(count, dtype) for kind, (count, dtype) in SCALARS.items()
-        }
+        self.scalars = {kind: np.zeros(count, dtype) for kind, (count, dtype) in SCALARS.items()}
         for kind, array in self.scalars.items():
             self.control.prepare_all_reduce(array, kind)
         self.metrics = np.zeros(len(METRIC_NAMES))
-        self.all_metrics = (
-            np.zeros(self.mesh.size * len(METRIC_NAMES)) if self.rank == 0 else None
-        )
+        self.all_metrics = np.zeros(self.mesh.size * len(METRIC_NAMES)) if self.rank == 0 else None
         gather = self.control.prepare_gather(self.metrics, self.all_metrics)
         self.gather_traffic = gather.traffic
         owned = [*self.scalars.values(), self.metrics]

@@ -174,9 +174,7 @@ def num_segments(bounds: tuple[int, ...], itemsize: int) -> int:
 
 
 @lru_cache(maxsize=512)
-def all_reduce_table(
-    count: int, size: int, itemsize: int, algorithm: str = "auto"
-) -> StepTable:
+def all_reduce_table(count: int, size: int, itemsize: int, algorithm: str = "auto") -> StepTable:
     """Return the table of an all-reduce of `count` elements over `size` ranks.
 
     Parameters
@@ -287,9 +285,7 @@ def _ring_rows(
         send_pieces = _pieces(bounds[sent], bounds[sent + 1], segments)
         recv_pieces = _pieces(bounds[received], bounds[received + 1], segments)
         for segment, (send, recv) in enumerate(zip(send_pieces, recv_pieces, strict=True)):
-            rows.append(
-                Transfer(first_step + step, segment, right, *send, left, *recv, combine)
-            )
+            rows.append(Transfer(first_step + step, segment, right, *send, left, *recv, combine))
     return tuple(rows)
 
 
@@ -346,9 +342,13 @@ def _halving_doubling_rows(count: int, size: int, index: int) -> tuple[Transfer,
     while distance:
         peer = index ^ distance
         middle = lo + (hi - lo) // 2
-        keep, give = ((middle, hi), (lo, middle)) if index & distance else (
-            (lo, middle),
-            (middle, hi),
+        keep, give = (
+            ((middle, hi), (lo, middle))
+            if index & distance
+            else (
+                (lo, middle),
+                (middle, hi),
+            )
         )
         rows.append(Transfer(step, 0, peer, *give, peer, *keep, True))
         undo.append((peer, *keep, *give))

@@ -96,7 +96,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def _blocked(state: _RankState, states: list[_RankState]) -> bool:
-    """A wait is over when every rank of the group has entered the same collective."""
+    """Tell whether a rank must wait: until its whole group has entered the same collective."""
     op = state.op
     axis = WAIT_AXIS.get(type(op))
     if axis is None:
@@ -325,7 +325,7 @@ def predict_memory(
             forecast.peak_op = op_text(op)
 
     def kept(block: BlockSpec, number: int, micro: int) -> list[tuple[tuple, int]]:
-        """Saved tensors: boundaries numbered over the whole model, and the block's own arrays."""
+        """List saved tensors: boundaries numbered over the model, and the block's own arrays."""
         items = [
             (("saved", number, boundary if boundary < len(block.layers) else 0, micro), nbytes)
             if boundary < len(block.layers)

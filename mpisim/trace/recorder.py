@@ -61,9 +61,7 @@ class Recorder:
 
     def add_program(self, table: ProgramTable) -> ProgramStamps:
         """Register a compiled collective; its runs append to the returned object's list."""
-        stamps = ProgramStamps(
-            len(self._programs), tuple(code for code, _ in table.activities)
-        )
+        stamps = ProgramStamps(len(self._programs), tuple(code for code, _ in table.activities))
         self._programs.append(stamps)
         if self._writer is not None:
             text = json.dumps(table.to_json(), separators=(",", ":"))

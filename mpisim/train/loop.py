@@ -123,7 +123,7 @@ class _Trainer:
         self.console = Console(self.config, job, data.primary_baseline) if self.is_root else None
         self.metrics_file = None
         if self.is_root:
-            self.metrics_file = open(run_dir / "metrics.jsonl", "w", encoding="utf-8")  # noqa: SIM115
+            self.metrics_file = open(run_dir / "metrics.jsonl", "w", encoding="utf-8")
 
     def run(self) -> None:
         """Make all steps and evaluations."""
@@ -313,9 +313,7 @@ class _Trainer:
         }
 
 
-def _agree_and_create(
-    transport: Transport, setup: Setup, data: Dataset, overwrite: bool
-) -> Path:
+def _agree_and_create(transport: Transport, setup: Setup, data: Dataset, overwrite: bool) -> Path:
     """Compare what all ranks are about to do, then let rank 0 create the run directory."""
     config = setup.config
     order = [[p.name, list(p.shape), config.model.dtype] for p in setup.model.param_specs()]
