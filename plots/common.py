@@ -31,7 +31,7 @@ OP_COLOURS = {
     "Forward": SKY,
     "Backward": BLUE,
     "OptimizerStep": GREEN,
-    "StartSync": BLACK,
+    "StartSync": DARK_GREY,
     "other compute": GREY,
 }
 WAIT_COLOURS = {"dp": ORANGE, "control": LIGHT_GREY}

@@ -19,6 +19,7 @@ from common import (
     whole_numbers,
 )
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from mpisim.report import load_run
 
@@ -96,7 +97,11 @@ def draw(fig: Figure, data: Convergence) -> None:
     ax.plot(data.steps, data.losses, color=SKY, linewidth=0.9, label="training loss of each step")
     if len(data.losses) > window:
         ax.plot(
-            data.steps, smooth, color=BLUE, linewidth=2.2, label=f"its mean over {window} steps"
+            data.steps,
+            smooth,
+            color=BLUE,
+            linewidth=2.2,
+            label=f"its centred mean over {window} steps",
         )
     if data.heldout:
         steps, losses = zip(*data.heldout, strict=True)
@@ -108,6 +113,7 @@ def draw(fig: Figure, data: Convergence) -> None:
     logarithmic = min(shown) > 0 and max(shown) / min(shown) > 30
     if logarithmic:
         ax.set_yscale("log")
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     _limits(ax, shown, logarithmic)
     _draw_baselines(ax, data.baselines, logarithmic)
     ax.set_xlim(min(data.steps), max(max(data.steps), min(data.steps) + 1))

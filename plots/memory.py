@@ -121,10 +121,11 @@ def draw(fig: Figure, data: Memory) -> None:
     for ax, curve in zip(axes, data.curves, strict=True):
         time_size, time_name = time_unit(curve.time_s[-1])
         times = curve.time_s / time_size
-        # The level after an op holds from its end to the end of the next one.
-        layers = [np.append(curve.live_bytes[name], curve.live_bytes[name][-1]) for name in used]
+        # The level after an op holds until the next one ends. Before the first op it is what the
+        # run before left, which is what this one leaves.
+        layers = [np.append(curve.live_bytes[name][-1], curve.live_bytes[name]) for name in used]
         ax.stackplot(
-            times, [layer / size for layer in layers], step="pre",
+            times, [layer / size for layer in layers], step="post",
             colors=[MEMORY_COLOURS[name] for name in used],
         )  # fmt: skip
         for name, value in data.lines.items():
@@ -142,8 +143,8 @@ def draw(fig: Figure, data: Memory) -> None:
                label=f"{name}: {format_bytes(value)}")
         for name, value in data.lines.items()
     ]  # fmt: skip
-    fig.legend(handles=handles, loc="outside right center")
-    heading(fig, data.title, "levels after each op; inside an op the peak of the run is reached")
+    fig.legend(handles=handles, loc="outside right center", handlelength=2.6)
+    heading(fig, data.title, "levels after each op; the peak of the run lies inside one")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -2,6 +2,7 @@
 
 Each rank has a bar of plan ops and, below it, a thin lane of the messages it received, from the
 moment it could take them to the moment they were there. A message below compute is hidden by it.
+Between two ops the engine advances started all-reduces; that time is drawn like their start.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ KIND_LABELS = {
     "LoadBatch": "load batch",
     "Forward": "forward",
     "Backward": "backward",
-    "StartSync": "start all-reduce",
+    "StartSync": "start or advance all-reduce",
     "OptimizerStep": "optimizer",
     "other compute": "other compute",
 }
 WAIT_LABELS = {"dp": "wait for gradients (dp)", "control": "wait for scalars (control)"}
 MESSAGE_COLOURS = {0: VERMILION, 1: PURPLE, "control": GREY}
 MESSAGE_LABELS = {
-    0: "received: gradient bucket 0, 2, ...",
-    1: "received: gradient bucket 1, 3, ...",
+    0: "received: bucket 0, 2, ...",
+    1: "received: bucket 1, 3, ...",
     "control": "received: scalars",
 }
 
@@ -59,6 +60,8 @@ class Lane:
     rank: int
     ops: list[tuple[float, float, str, str]] = field(default_factory=list)
     """Start, end, colour key (op kind or ``wait AXIS``), text."""
+    gaps: list[tuple[float, float]] = field(default_factory=list)
+    """Start, end: between two ops of one plan."""
     messages: list[tuple[float, float, object]] = field(default_factory=list)
     """Posted, completed, colour key."""
 
@@ -92,6 +95,7 @@ def load(run_dir: Path, step: int | None = None, steps: int = 1) -> Timeline:
     zero = min(start for lane in lanes for start, *_ in lane.ops)
     for lane in lanes:
         lane.ops = [(a - zero, b - zero, *rest) for a, b, *rest in lane.ops]
+        lane.gaps = [(a - zero, b - zero) for a, b in lane.gaps]
         lane.messages = [(a - zero, b - zero, key) for a, b, key in lane.messages]
     shown = f"step {step}" if last == step else f"steps {step} to {last}"
     counted = overlap(traces, run.warmup_steps)
@@ -107,6 +111,7 @@ def _training_steps(trace: RankTrace) -> set[int]:
 def _lane(trace: RankTrace, first: int, last: int) -> Lane:
     lane = Lane(trace.rank)
     ops = expand_ops(trace)
+    before = None
     for row in ops[(ops["step"] >= first) & (ops["step"] <= last)]:
         plan = trace.plans[int(row["plan"])]
         # The evaluation after the last step shown is no part of it.
@@ -116,7 +121,11 @@ def _lane(trace: RankTrace, first: int, last: int) -> Lane:
         kind, axis, words = plan.kinds[index], plan.waits[index], plan.texts[index].split()
         key = f"wait {axis}" if axis else kind if kind in OP_COLOURS else "other compute"
         block = next((word[6:] for word in words if word.startswith("block=")), "")
-        lane.ops.append((float(row["start_s"]), float(row["end_s"]), key, block))
+        start, end = float(row["start_s"]), float(row["end_s"])
+        if before is not None and before[:2] == (row["step"], row["plan"]):
+            lane.gaps.append((before[2], start))
+        lane.ops.append((start, end, key, block))
+        before = (row["step"], row["plan"], end)
     end = max(op[1] for op in lane.ops)
     messages = expand_messages(trace)
     shown = ~messages["is_send"] & (messages["step"] >= first) & (messages["step"] <= last)
@@ -139,7 +148,10 @@ def draw(fig: Figure, data: Timeline) -> None:
     seen: set = set()
     ax.set_xlim(0, end_s / size)
     for row, lane in enumerate(data.lanes):
-        _bars(ax, [(a / size, b / size, colours[key]) for a, b, key, _ in lane.ops], row, BAR)
+        bars = [(a / size, b / size, colours[key]) for a, b, key, _ in lane.ops]
+        gaps = [(a / size, b / size, OP_COLOURS["StartSync"]) for a, b in lane.gaps]
+        # A gap of a few microseconds is the loop itself.
+        _bars(ax, bars + [gap for gap in gaps if _points(ax, gap[1] - gap[0]) > 1], row, BAR)
         received = [(a / size, b / size, MESSAGE_COLOURS[key]) for a, b, key in lane.messages]
         _bars(ax, received, row, LANE)
         seen |= {key for _, _, key, _ in lane.ops}
@@ -153,14 +165,14 @@ def draw(fig: Figure, data: Timeline) -> None:
     ax.set_yticks(
         [row + bar_middle for row in shown], [f"rank {data.lanes[row].rank}" for row in shown]
     )
-    if ranks <= 16:
+    if ranks <= 16 and any(lane.messages for lane in data.lanes):
         ax.set_yticks(
             [row + float(np.mean(LANE)) for row in shown], ["received"] * ranks, minor=True
         )
     ax.tick_params(axis="y", which="both", length=0)
     ax.tick_params(axis="y", which="minor", labelsize=7, labelcolor=GREY)
     ax.spines["left"].set_visible(False)
-    ax.set_xlabel(f"time since the step began ({unit})")
+    ax.set_xlabel(f"time since the first op shown ({unit})")
     ax.grid(axis="x")
     finding = ""
     if data.overlap is not None:

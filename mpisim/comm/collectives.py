@@ -261,7 +261,7 @@ class Program:
     """A compiled collective over fixed buffers (see the module docstring)."""
 
     __slots__ = (
-        "advance", "buffers", "messages", "runs", "stamps", "table", "traffic", "x",
+        "advance", "buffers", "kept", "messages", "runs", "stamps", "table", "traffic", "x",
     )  # fmt: skip
 
     def __init__(
@@ -279,6 +279,8 @@ class Program:
         self.advance = advance
         self.stamps = stamps
         self.runs = 0
+        self.kept = False
+        """Never freed before its communicator is closed, because somebody holds it."""
         sends = [message for message in messages if message.is_send]
         receives = [message for message in messages if not message.is_send]
         # Read off the bound messages, not off the table: the report compares the two.

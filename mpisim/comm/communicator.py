@@ -29,7 +29,10 @@ from mpisim.layouts.steps import (
 from mpisim.trace.recorder import Recorder
 
 CACHED_PROGRAMS = 256
-"""Programs kept per communicator; the least recently used one is freed beyond this."""
+"""Programs of plain calls kept per communicator; beyond this the oldest is freed."""
+
+SUMMED = ("float64", "float32", "float16", "bfloat16", "int64")
+"""Dtypes that collectives add. Narrow integers are moved but not added: they wrap in silence."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ class Communicator:
 
         Parameters
         ----------
-        x : ndarray of shape (n,), any wire dtype
+        x : ndarray of shape (n,), one of `SUMMED`
             This rank's addend. Overwritten when `out` is None, else not modified.
         out : ndarray of shape (n,), same dtype, optional
             Receives the sum.
@@ -150,11 +153,13 @@ class Communicator:
         table, the same on every run; 16-bit values are added in float32 and rounded once a hop.
         """
         if out is not None:
+            _check_vector(x)
+            _check_out(out, x.dtype, x.size)
             np.copyto(out, x)
             x = out
         program = self._all_reduces.get(id(x))
         if program is None or program.x is not x:
-            program = self.prepare_all_reduce(x)
+            program = self._compile_all_reduce(x)
         if self._queue:
             self.start(program)
             self.wait(program)
@@ -175,12 +180,18 @@ class Communicator:
         """Compile the in-place all-reduce of `x`, or return the one compiled before.
 
         `label` names it in the trace; `background` says that it will be advanced beside compute
-        (the same on every rank; it changes how messages travel, not what they say).
+        (the same on every rank; it changes how messages travel, not what they say). The program
+        is kept until `close`.
         """
         program = self._all_reduces.get(id(x))
-        if program is not None and program.x is x:
-            self._all_reduces.move_to_end(id(x))
-            return program
+        if program is None or program.x is not x:
+            program = self._compile_all_reduce(x, label, background)
+        program.kept = True
+        return program
+
+    def _compile_all_reduce(
+        self, x: np.ndarray, label: str = "", background: bool = False
+    ) -> Program:
         _check_vector(x)
         table = all_reduce_table(x.size, self.size, x.itemsize, self.algorithm)
         program = self._compile(table, x, None, label, background)
@@ -193,7 +204,7 @@ class Communicator:
 
         Parameters
         ----------
-        x : ndarray of shape (n,), any wire dtype
+        x : ndarray of shape (n,), one of `SUMMED`
             This rank's addend. Not modified.
         out : ndarray of shape (chunk_len(n, size, index),), same dtype
             Receives the chunk. It must not overlap `x`, unless it is this rank's chunk of `x`.
@@ -279,9 +290,11 @@ class Communicator:
         return out
 
     def prepare_gather(self, x: np.ndarray, out: np.ndarray | None) -> Program:
-        """Compile the gather of `x`, or return the one compiled before (see `gather`)."""
+        """Compile the gather of `x`, or return the one compiled before; kept until `close`."""
         table = gather_table(x.size, self.size)
-        return self._cached(("gather", id(x), id(out)), table, x, out)
+        program = self._cached(("gather", id(x), id(out)), table, x, out)
+        program.kept = True
+        return program
 
     # Started collectives -----------------------------------------------------------------
 
@@ -375,6 +388,11 @@ class Communicator:
         background: bool = False,
     ) -> Program:
         recorder = self._recorder
+        if table.collective in ("all_reduce", "reduce_scatter") and x.dtype.name not in SUMMED:
+            raise ValueError(
+                f"dtype of a sum must be one of {', '.join(SUMMED)}; got {x.dtype}. Convert it "
+                f"first: a narrow integer would wrap without notice."
+            )
         return compile_program(
             table,
             self.index,
@@ -453,11 +471,10 @@ class Communicator:
         return pending, since
 
     def _evict(self, cache: OrderedDict) -> None:
-        while len(cache) > CACHED_PROGRAMS:
-            idle = [key for key, program in cache.items() if program not in self._queue]
-            if not idle:
-                return
-            self._retire(cache.pop(idle[0]))
+        # Whoever prepared a program may still start it; the newest is about to run.
+        spare = [key for key, p in cache.items() if not p.kept and p not in self._queue]
+        for key in spare[:-CACHED_PROGRAMS]:
+            self._retire(cache.pop(key))
 
     def _retire(self, program: Program) -> None:
         name = program.table.collective
@@ -475,12 +492,14 @@ def ring_all_reduce(
     communicator: Communicator, x: np.ndarray, out: np.ndarray | None = None
 ) -> np.ndarray:
     """Sum `x` over the group with the ring, whatever its size (see `Communicator.all_reduce`)."""
-    saved = communicator.algorithm
-    communicator.algorithm = "ring"
-    try:
-        return communicator.all_reduce(x, out)
-    finally:
-        communicator.algorithm = saved
+    _check_vector(x)
+    if out is not None:
+        _check_out(out, x.dtype, x.size)
+        np.copyto(out, x)
+        x = out
+    table = all_reduce_table(x.size, communicator.size, x.itemsize, "ring")
+    communicator._run_cached(("ring_all_reduce", id(x)), table, x, None)
+    return x
 
 
 def ring_reduce_scatter(communicator: Communicator, x: np.ndarray, out: np.ndarray) -> np.ndarray:
@@ -501,7 +520,8 @@ def check_drained(transport: Transport, communicators: list[Communicator]) -> No
     Raises
     ------
     CommError
-        A message was sent that nobody received, or the other way round; both ranks are named.
+        A message was sent that nobody received, or the other way round (both ranks are named), or
+        a rank started a collective and never finished it.
     """
     sent: Counter = Counter()
     received: Counter = Counter()
@@ -514,19 +534,26 @@ def check_drained(transport: Transport, communicators: list[Communicator]) -> No
                 side[message.peer, message.tag] += program.runs
     mine = [[peer, tag, number] for (peer, tag), number in sorted(sent.items())]
     theirs = [[peer, tag, number] for (peer, tag), number in sorted(received.items())]
-    texts = transport.exchange(json.dumps([mine, theirs]))
-    for rank, text in enumerate(texts):
-        from_rank, _ = json.loads(text)
-        for peer, tag, number in from_rank:
-            arrived = sum(
-                n for source, t, n in json.loads(texts[peer])[1] if (source, t) == (rank, tag)
+    unfinished = [c.axis for c in communicators if not c.idle]
+    texts = transport.exchange(json.dumps([mine, theirs, unfinished]))
+    everyone = [json.loads(text) for text in texts]
+    for rank, (_, _, axes) in enumerate(everyone):
+        if axes:
+            raise CommError(
+                f"every started collective must be finished by the end of the job; got one of axis "
+                f"{axes[0]} unfinished on rank {rank}. Look for a start without its wait."
             )
-            if arrived != number:
-                raise CommError(
-                    f"every message must be received by the end of the job; got {number} sent by "
-                    f"rank {rank} to rank {peer} with tag {tag} and {arrived} received. Look for "
-                    f"a send without its receive in the plan."
-                )
+    all_sent = {(r, p, tag): n for r, (rows, _, _) in enumerate(everyone) for p, tag, n in rows}
+    arrived = {(p, r, tag): n for r, (_, rows, _) in enumerate(everyone) for p, tag, n in rows}
+    for source, dest, tag in sorted(all_sent.keys() | arrived.keys()):
+        went = all_sent.get((source, dest, tag), 0)
+        came = arrived.get((source, dest, tag), 0)
+        if went != came:
+            raise CommError(
+                f"every message must be received by the end of the job; got {went} sent by rank "
+                f"{source} to rank {dest} with tag {tag} and {came} received. Look for a send "
+                f"without its receive in the plan."
+            )
 
 
 def _times(program: Program) -> Traffic:

@@ -1,0 +1,69 @@
+"""Plans of a tiny model, and surgery on them, for the tests of `mpisim.plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from mpisim.mesh import Mesh
+from mpisim.nn.models import build_mlp
+from mpisim.plan.build import Plan, build_eval_plan, build_train_plan
+from mpisim.plan.ops import Op
+
+MODEL = build_mlp(
+    input_kind="features", num_features=2, hidden=(3, 2), activation="relu", output=("targets", 1)
+)
+"""Blocks block0 (9 parameters), block1 (8), head (3): in float64 72, 64 and 24 bytes."""
+
+SIZES = {"block0": 9, "block1": 8, "head": 3}
+
+
+def specs(rows: int):
+    return MODEL.spec(rows, np.dtype("float64"))
+
+
+def train_plan(
+    rows: Iterable[Iterable[int]] = ((2,), (2,)),
+    *,
+    bucket_bytes: int = 1 << 20,
+    overlap: bool = True,
+    algorithm: str = "auto",
+) -> Plan:
+    rows = tuple(map(tuple, rows))
+    return build_train_plan(
+        mesh=Mesh(dp=len(rows)), specs=specs, rows=rows, dtype="float64", itemsize=8,
+        bucket_bytes=bucket_bytes, overlap=overlap, algorithm=algorithm,
+    )  # fmt: skip
+
+
+def eval_plan(rows: Iterable[Iterable[int]] = ((2,), (2,))) -> Plan:
+    rows = tuple(map(tuple, rows))
+    return build_eval_plan(
+        mesh=Mesh(dp=len(rows)), specs=specs, rows=rows, dtype="float64", algorithm="auto"
+    )
+
+
+def edited(plan: Plan, edit: Callable[[list[Op]], None], ranks: Iterable[int] | None = None) -> Plan:
+    """Return `plan` after ``edit(ops)`` on the ops of the given ranks (all by default)."""
+    chosen = range(len(plan.ranks)) if ranks is None else tuple(ranks)
+    lists = [list(ops) for ops in plan.ranks]
+    for rank in chosen:
+        edit(lists[rank])
+    return replace(plan, ranks=tuple(map(tuple, lists)))
+
+
+def removed(plan: Plan, op: Op, ranks: Iterable[int] | None = None) -> Plan:
+    """Return `plan` without the first `op` of the given ranks."""
+    return edited(plan, lambda ops: ops.remove(op), ranks)
+
+
+def moved(plan: Plan, op: Op, before: Op, ranks: Iterable[int] | None = None) -> Plan:
+    """Return `plan` with `op` moved to just before `before`."""
+
+    def edit(ops: list[Op]) -> None:
+        ops.remove(op)
+        ops.insert(ops.index(before), op)
+
+    return edited(plan, edit, ranks)
