@@ -18,14 +18,17 @@ def format_bytes(nbytes: float) -> str:
     >>> format_bytes(512), format_bytes(1536), format_bytes(64 << 20)
     ('512 B', '1.50 KiB', '64.0 MiB')
     """
-    if abs(nbytes) < 1024:
-        return f"{nbytes:.0f} B"
     value = float(nbytes)
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        value /= 1024
-        if abs(value) < 1024 or unit == "TiB":
+    for unit in _BINARY:
+        # By the rounded number, which may have a digit more: 9.999 is 10.0, 1023.7 B are 1.00 KiB.
+        for digits in (0,) if unit == "B" else (2, 1, 0):
+            text = f"{value:.{digits}f}"
+            if abs(float(text)) < 10 ** (3 - digits):
+                break
+        if abs(float(text)) < 1024 or unit == "TiB":
             break
-    return f"{value:.{max(0, 2 - len(str(int(abs(value)))) + 1)}f} {unit}"
+        value /= 1024
+    return f"{text} {unit}"
 
 
 def parse_bytes(text: str) -> int:
@@ -43,11 +46,14 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     unit = match[2] or "B" if match else ""
-    if not match or unit not in _BINARY or not (float(match[1]) * _BINARY[unit]).is_integer():
+    # In whole numbers: a float is exact only up to 2**53.
+    whole, _, decimals = match[1].partition(".") if match else ("", "", "")
+    scaled, rest = divmod(int(whole + decimals or 0) * _BINARY.get(unit, 0), 10 ** len(decimals))
+    if unit not in _BINARY or rest:
         raise ValueError(
             f"size must be a number with a unit of {', '.join(_BINARY)}; got {text!r}. Write 64KiB."
         )
-    return int(float(match[1]) * _BINARY[unit])
+    return scaled
 
 
 def format_seconds(seconds: float) -> str:
@@ -58,7 +64,8 @@ def format_seconds(seconds: float) -> str:
     >>> format_seconds(0.0000123), format_seconds(0.0123), format_seconds(1.5)
     ('12.3 us', '12.3 ms', '1.5 s')
     """
-    for factor, unit in ((1e6, "us"), (1e3, "ms")):
-        if abs(seconds) * factor < 1000:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"
+    for factor, unit in ((1e6, "us"), (1e3, "ms"), (1.0, "s")):
+        text = f"{seconds * factor:.3g}"
+        if abs(float(text)) < 1000:
+            return f"{text} {unit}"
+    return f"{seconds:.0f} s"

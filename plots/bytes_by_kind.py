@@ -12,13 +12,16 @@ from common import (
     byte_unit,
     heading,
     main,
+    read_traces,
     run_title,
     whole_numbers,
 )
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from mpisim.layouts.metrics import CHANNELS
 from mpisim.report import load_run
+from mpisim.trace.store import expand_messages
 from mpisim.units import format_bytes
 
 
@@ -50,19 +53,15 @@ def load(run_dir: Path) -> BytesByKind:
             }
 
         return BytesByKind(title, sent("traffic"), sent("predicted_traffic"))
-    if not any((run.path / "trace").glob("rank-*.bin")):
-        raise NoData("the run was cut short and has no trace.")
-    from mpisim.trace.store import expand_messages, read_run
-
-    measured: dict[str, list[int]] = {}
-    for trace in read_run(run.path):
+    measured = {f"{axis} {name}": [0] * run.num_ranks for axis, name in CHANNELS}
+    for trace in read_traces(run):
         messages = expand_messages(trace)
         for row in messages[messages["is_send"]]:
             program = trace.programs[int(row["program"])]
             kind = f"{program.axis} {program.collective}"
             line = measured.setdefault(kind, [0] * run.num_ranks)
             line[trace.rank] += int(row["nbytes"])
-    return BytesByKind(title, measured, None)
+    return BytesByKind(title, {kind: line for kind, line in measured.items() if any(line)}, None)
 
 
 def draw(fig: Figure, data: BytesByKind) -> None:
@@ -85,12 +84,14 @@ def draw(fig: Figure, data: BytesByKind) -> None:
             )
         ax.set_title(_panel_title(kind, measured, predicted))
         ax.set_xlabel("rank")
-        ax.set_ylabel(f"bytes sent over the whole run ({unit})")
+        so_far = "over the whole run" if predicted is not None else "so far"
+        ax.set_ylabel(f"bytes sent {so_far} ({unit})")
         ax.set_ylim(0, max(largest / size, 1e-9) * 1.08)
         ax.set_xlim(-0.6, len(measured) - 0.4)
         whole_numbers(ax.xaxis)
         ax.grid(axis="y")
-    handles = [Patch(color=MEASURED, label="measured: counted by the transport")]
+    source = "read off the trace" if data.predicted is None else "counted by the transport"
+    handles = [Patch(color=MEASURED, label=f"measured: {source}")]
     if data.predicted is not None:
         handles.append(Patch(color=PREDICTED, label="predicted: from the step tables"))
     fig.legend(handles=handles, loc="outside lower center", ncols=2)

@@ -5,11 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import NoData, byte_unit, heading, main, run_title, whole_numbers
+from common import (
+    GREY,
+    VERMILION,
+    NoData,
+    byte_unit,
+    heading,
+    main,
+    read_traces,
+    run_title,
+    whole_numbers,
+)
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from mpisim.report import load_run
+from mpisim.trace.store import expand_messages
 from mpisim.units import format_bytes
 
 Matrix = list[list[int]]
@@ -38,12 +50,8 @@ def load(run_dir: Path) -> BytesMatrix:
             run_title(run, "Bytes sent by every rank to every other"),
             run.summary["bytes_matrix"], run.summary["predicted_bytes_matrix"],
         )  # fmt: skip
-    if not any((run.path / "trace").glob("rank-*.bin")):
-        raise NoData("the run was cut short and has no trace.")
-    from mpisim.trace.store import expand_messages, read_run
-
     matrix = [[0] * run.num_ranks for _ in range(run.num_ranks)]
-    for trace in read_run(run.path):
+    for trace in read_traces(run):
         messages = expand_messages(trace)
         for row in messages[messages["is_send"]]:
             matrix[trace.rank][int(row["peer"])] += int(row["nbytes"])
@@ -79,8 +87,10 @@ def draw(fig: Figure, data: BytesMatrix) -> None:
             spine.set_visible(False)
         if ranks <= MOST_NUMBERS:
             _numbers(ax, matrix, largest)
+        _mark_differences(ax, data)
     axes[0].set_ylabel("sending rank")
-    fig.colorbar(image, ax=list(axes), label=f"bytes over the whole run ({unit})", shrink=0.85)
+    so_far = "so far" if data.predicted is None else "over the whole run"
+    fig.colorbar(image, ax=list(axes), label=f"bytes {so_far} ({unit})", shrink=0.85)
     heading(fig, data.title, _difference(data))
 
 
@@ -91,10 +101,24 @@ def _numbers(ax, matrix: Matrix, largest: int) -> None:
             if sender == receiver and not value:
                 continue
             number, _, unit = format_bytes(value).partition(" ")
+            colour = "white" if value > 0.45 * largest else "black" if value else GREY
             ax.text(
                 receiver, sender, f"{number}\n{unit}" if value else "0", ha="center", va="center",
-                fontsize=font, color="white" if value > 0.45 * largest else "black",
+                fontsize=font, color=colour,
             )  # fmt: skip
+
+
+def _mark_differences(ax, data: BytesMatrix) -> None:
+    """Frame the cells that are not what was predicted."""
+    for sender, line in enumerate(data.measured):
+        for receiver, value in enumerate(line):
+            if data.predicted is not None and value != data.predicted[sender][receiver]:
+                ax.add_patch(
+                    Rectangle(
+                        (receiver - 0.47, sender - 0.47), 0.94, 0.94, fill=False, linewidth=3,
+                        edgecolor=VERMILION,
+                    )
+                )  # fmt: skip
 
 
 def _difference(data: BytesMatrix) -> str:

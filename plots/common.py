@@ -19,6 +19,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from mpisim.errors import MpisimError
 from mpisim.report import Run
+from mpisim.report.traces import read_traces as traces_of
+from mpisim.trace.store import RankTrace
 
 STYLE = Path(__file__).with_name("mpisim.mplstyle")
 
@@ -90,6 +92,16 @@ def whole_numbers(axis: Any, most: int = 12) -> None:
         MaxNLocator(nbins=most, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
     )
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
+def read_traces(run: Run) -> list[RankTrace]:
+    """Read what traces a run left, or say that there is none."""
+    traces, left_out = traces_of(run.path)
+    if not traces and left_out:
+        raise NoData("no trace file holds a complete record.")
+    if not traces:
+        raise NoData("the run has no trace (see trace.enabled).")
+    return traces
 
 
 def heading(fig: Figure, what: str, finding: str = "") -> None:

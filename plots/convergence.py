@@ -152,8 +152,8 @@ def _outcome(data: Convergence) -> str:
     text = f"training {data.losses[0]:.3f} to {data.losses[-1]:.3f}"
     if not data.heldout:
         return text
-    last = data.heldout[-1][1]
-    text += f"; held out {last:.3f} at the end"
+    step, last = data.heldout[-1]
+    text += f"; held out {last:.3f} after step {step}"
     for name in ("unigram entropy", "mean predictor"):
         if data.baselines.get(name):
             share = 1 - last / data.baselines[name]

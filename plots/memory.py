@@ -16,6 +16,7 @@ from common import (
     byte_unit,
     heading,
     main,
+    read_traces,
     run_title,
     time_unit,
 )
@@ -24,7 +25,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from mpisim.report import load_run
-from mpisim.trace.store import RankTrace, read_run
+from mpisim.trace.store import RankTrace
 from mpisim.units import format_bytes
 
 
@@ -52,9 +53,7 @@ class Memory:
 def load(run_dir: Path, rank: int | None = None) -> Memory:
     """Read one rank's samples; by default those of the rank with the largest peak."""
     run = load_run(run_dir)
-    if not any((run.path / "trace").glob("rank-*.bin")):
-        raise NoData("the run has no trace (trace.enabled was false).")
-    traces = {trace.rank: trace for trace in read_run(run.path)}
+    traces = {trace.rank: trace for trace in read_traces(run)}
     lines: dict[str, int] = {}
     ranks = run.summary["ranks"] if run.summary is not None else []
     if rank is None:
@@ -144,7 +143,10 @@ def draw(fig: Figure, data: Memory) -> None:
         for name, value in data.lines.items()
     ]  # fmt: skip
     fig.legend(handles=handles, loc="outside right center", handlelength=2.6)
-    heading(fig, data.title, "levels after each op; the peak of the run lies inside one")
+    finding = "levels after each op"
+    if "measured peak" in data.lines:
+        finding += "; the peak of the run lies inside one"
+    heading(fig, data.title, finding)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

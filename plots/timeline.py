@@ -21,6 +21,7 @@ from common import (
     NoData,
     heading,
     main,
+    read_traces,
     run_title,
     time_unit,
 )
@@ -29,8 +30,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from mpisim.report import load_run
-from mpisim.report.waits import TRAIN, Overlap, overlap
-from mpisim.trace.store import RankTrace, expand_messages, expand_ops, read_run
+from mpisim.report.traces import TRAIN, Overlap, overlap
+from mpisim.trace.store import RankTrace, expand_messages, expand_ops
 
 BAR = (-0.34, 0.14)
 LANE = (0.19, 0.36)
@@ -78,9 +79,7 @@ class Timeline:
 def load(run_dir: Path, step: int | None = None, steps: int = 1) -> Timeline:
     """Read `steps` steps from `step` on; by default one from the middle, after warm-up."""
     run = load_run(run_dir)
-    if not any((run.path / "trace").glob("rank-*.bin")):
-        raise NoData("the run has no trace (trace.enabled was false).")
-    traces = read_run(run.path)
+    traces = read_traces(run)
     common = set.intersection(*(_training_steps(trace) for trace in traces))
     if not common:
         raise NoData("no step is complete in the trace of every rank.")

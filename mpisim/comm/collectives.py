@@ -27,6 +27,7 @@ from mpisim.layouts.steps import (
     STREAM_BYTES,
     StepTable,
     Transfer,
+    buffered_count,
     scratch_slots,
 )
 from mpisim.trace.events import COMBINE, COPY, RECV, SEND, ProgramTable
@@ -48,6 +49,8 @@ class _Row:
     """`combine` writes what is being sent, so the send must complete first."""
     copy: tuple[np.ndarray, np.ndarray] | None = None
     """(to, from), done while this row's messages are in flight."""
+    buffered: tuple[memoryview, memoryview] | None = None
+    """(to, from): the send leaves from a copy made just before, once the last one is complete."""
     starts_after: int = -1
     """Row that must be combined before this row's send starts (pipelined)."""
     recv_after: int = -1
@@ -66,6 +69,8 @@ class _Runtime(NamedTuple):
     status: Any
     received_bytes: Callable[[], int]
     rank: int
+    translate: Callable[[Exception, Message | None], Exception]
+    """Names an error of the library, given the receive that raised it."""
 
 
 def _nothing() -> None:
@@ -89,6 +94,7 @@ def _exchange_steps(
     clock, stamps, status = runtime.clock, runtime.stamps, runtime.status
     append = stamps.append
     received_bytes, rank, spill = runtime.received_bytes, runtime.rank, runtime.spill
+    translate = runtime.translate
     code = []
     for row in rows:
         recv, send = row.recv, row.send
@@ -101,6 +107,7 @@ def _exchange_steps(
                 recv.nbytes if recv else -1,
                 recv,
                 send,
+                row.buffered,
                 row.copy,
                 row.combine,
                 row.combine_last,
@@ -114,17 +121,25 @@ def _exchange_steps(
         if before is not None:
             copyto(*before)
         for (
-            start_recv, start_send, recv_done, send_done, nbytes, recv, send, copy, combine, last
+            start_recv, start_send, recv_done, send_done, nbytes, recv, send,
+            buffered, copy, combine, last,
         ) in code:  # fmt: skip
             start_recv()
+            if buffered is not None:
+                while not send_done():
+                    yield send
+                buffered[0][:] = buffered[1]
             start_send()
             if copy is not None:
                 copyto(*copy)
                 if traced:
                     append(clock())
             if nbytes >= 0:
-                while not recv_done(status):
-                    yield recv
+                try:
+                    while not recv_done(status):
+                        yield recv
+                except Exception as error:
+                    raise translate(error, recv) from error
                 if received_bytes() != nbytes:
                     raise length_error(recv, rank, received_bytes())
                 if traced:
@@ -133,7 +148,7 @@ def _exchange_steps(
                     add(*combine)
                     if traced:
                         append(clock())
-            if send is not None:
+            if send is not None and buffered is None:
                 while not send_done():
                     yield send
                 if traced:
@@ -148,7 +163,7 @@ def _exchange_steps(
 def _doubling_steps(
     rows: list[_Row], runtime: _Runtime, traced: bool, before: tuple | None
 ) -> Iterator[Message | None]:
-    """Run `_exchange_steps` for rows that all send, receive and then add: the small messages.
+    """Run `_exchange_steps` for rows that all send a copy, receive and add: the small messages.
 
     The same order of calls with nothing left to decide: at 1 KiB worth a tenth of the time.
     """
@@ -156,10 +171,11 @@ def _doubling_steps(
     clock, stamps, status = runtime.clock, runtime.stamps, runtime.status
     append = stamps.append
     received_bytes, rank, spill = runtime.received_bytes, runtime.rank, runtime.spill
+    translate = runtime.translate
     code = [
         (
             row.recv.start, row.send.start, row.recv.test, row.send.test, row.recv.nbytes,
-            row.recv, row.send, row.combine,
+            row.recv, row.send, *row.buffered, *row.combine,
         )
         for row in rows
     ]  # fmt: skip
@@ -168,20 +184,29 @@ def _doubling_steps(
             if len(stamps) > SPILL_STAMPS:
                 spill()
             append(clock())
-        for start_recv, start_send, recv_done, send_done, nbytes, recv, send, combine in code:
+        for (
+            start_recv, start_send, recv_done, send_done, nbytes, recv, send, copy, x,
+            left, right, out,
+        ) in code:  # fmt: skip
             start_recv()
+            while not send_done():
+                yield send
+            copy[:] = x
             start_send()
-            while not recv_done(status):
-                yield recv
+            try:
+                # A few polls here are cheaper than the way out to the caller and back.
+                polls = 0
+                while not recv_done(status):
+                    polls += 1
+                    if polls & 15 == 0:
+                        yield recv
+            except Exception as error:
+                raise translate(error, recv) from error
             if received_bytes() != nbytes:
                 raise length_error(recv, rank, received_bytes())
             if traced:
                 append(clock())
-            while not send_done():
-                yield send
-            if traced:
-                append(clock())
-            add(*combine)
+            add(left, right, out)
             if traced:
                 append(clock())
         yield None
@@ -195,6 +220,7 @@ def _pipeline_steps(
     clock, stamps, status = runtime.clock, runtime.stamps, runtime.status
     append = stamps.append
     received_bytes, rank, spill = runtime.received_bytes, runtime.rank, runtime.spill
+    translate = runtime.translate
     num_rows = len(rows)
     first_sends = [row.send.start for row in rows if row.starts_after < 0]
     forwards: list[Callable[[], None] | None] = [None] * num_rows
@@ -227,8 +253,11 @@ def _pipeline_steps(
         for start in first_sends:
             start()
         for number, (recv_done, nbytes, recv, combine) in enumerate(code):
-            while not recv_done(status):
-                yield recv
+            try:
+                while not recv_done(status):
+                    yield recv
+            except Exception as error:
+                raise translate(error, recv) from error
             if received_bytes() != nbytes:
                 raise length_error(recv, rank, received_bytes())
             if traced:
@@ -261,7 +290,8 @@ class Program:
     """A compiled collective over fixed buffers (see the module docstring)."""
 
     __slots__ = (
-        "advance", "buffers", "kept", "messages", "runs", "stamps", "table", "traffic", "x",
+        "advance", "buffers", "copies_bytes", "kept", "messages", "runs", "stamps", "table",
+        "traffic", "x",
     )  # fmt: skip
 
     def __init__(
@@ -278,6 +308,8 @@ class Program:
         self.messages = messages
         self.advance = advance
         self.stamps = stamps
+        self.copies_bytes = 0
+        """Bytes of the private copies that small sends leave from."""
         self.runs = 0
         self.kept = False
         """Never freed before its communicator is closed, because somebody holds it."""
@@ -312,6 +344,7 @@ class _Builder:
         self.table, self.index, self.group = table, index, group
         self.transfers = table.transfers(index)
         self.make_send, self.make_recv, self.scratch = make_send, make_recv, scratch
+        self.copies_bytes = 0
 
     def send(self, row: Transfer, view: np.ndarray) -> Message | None:
         if row.send_to == NO_PEER:
@@ -323,25 +356,46 @@ class _Builder:
             return None
         return self.make_recv(view, self.group[row.recv_from])
 
-    def slots(self, dtype: np.dtype) -> list[np.ndarray]:
+    def slots(self, dtype: np.dtype, in_place: bool = False) -> list[np.ndarray]:
         """Cut the scratch of this program into its equal slots."""
-        number, longest = scratch_slots(self.table, self.index)
+        number, longest = scratch_slots(self.table, self.index, in_place)
         area = self.scratch(longest * number, dtype)
         return [area[k * longest : (k + 1) * longest] for k in range(number)]
 
     def doubling(self, x: np.ndarray) -> list[_Row]:
-        """Recursive doubling, in place: the whole buffer, so the sum waits for the send."""
+        """Recursive doubling, in place.
+
+        The whole buffer is sent, so a sum has to wait for the send, unless that leaves from a
+        copy: with more ranks than cores that wait costs a time slice, a thousand times the copy.
+        """
         slots = self.slots(x.dtype)
         slot = slots[0] if slots else x[:0]
         rows = []
         for row in self.transfers:
+            sent, buffered = self.buffer(row, x)
             if row.combine:
                 # The lower index stands left on both sides, so even NaN payloads agree.
                 pair = (slot, x) if row.recv_from < self.index else (x, slot)
-                rows.append(_Row(row, self.send(row, x), self.recv(row, slot), (*pair, x), True))
+                recv = self.recv(row, slot)
+                built = _Row(row, sent, recv, (*pair, x), combine_last=buffered is None)
             else:
-                rows.append(_Row(row, self.send(row, x), self.recv(row, x)))
+                built = _Row(row, sent, self.recv(row, x))
+            built.buffered = buffered
+            rows.append(built)
         return rows
+
+    def buffer(
+        self, row: Transfer, view: np.ndarray
+    ) -> tuple[Message | None, tuple[memoryview, memoryview] | None]:
+        """Bind the send of `view`, from a copy of its own if it is small."""
+        if row.send_to == NO_PEER:
+            return None, None
+        if not buffered_count(self.table, self.index, view.itemsize):
+            return self.send(row, view), None
+        copy = np.empty_like(view)
+        self.copies_bytes += copy.nbytes
+        views = memoryview(copy.view(np.uint8)), memoryview(view.view(np.uint8))
+        return self.send(row, copy), views
 
     def private(self, x: np.ndarray, out: np.ndarray | None) -> list[_Row]:
         """Exchange rows whose partial sums live in private scratch.
@@ -353,7 +407,8 @@ class _Builder:
         last sum goes to `out`.
         """
         combines = [row for row in self.transfers if row.combine]
-        slots = self.slots(x.dtype)
+        in_place = out is not None and np.may_share_memory(x, out)
+        slots = self.slots(x.dtype, in_place)
         held: tuple[int, int, np.ndarray] | None = None
         copied = False
         rows = []
@@ -367,11 +422,12 @@ class _Builder:
             sent = current(row.send_lo, row.send_hi)
             if row.combine:
                 last = out is not None and number == len(combines) - 1
-                slot = out if last else slots[number % len(slots)][: row.recv_count]
+                # In place, `out` holds this rank's addend until the very last sum.
+                apart = last and not in_place
+                slot = out if apart else slots[number % len(slots)][: row.recv_count]
                 own = current(row.recv_lo, row.recv_hi)
-                rows.append(
-                    _Row(row, self.send(row, sent), self.recv(row, slot), (own, slot, slot))
-                )
+                add = (own, slot, out if last else slot)
+                rows.append(_Row(row, self.send(row, sent), self.recv(row, slot), add))
                 held = (row.recv_lo, row.recv_hi, slot)
                 continue
             built = _Row(row, self.send(row, sent), self.recv(row, x[row.recv_lo : row.recv_hi]))
@@ -409,22 +465,24 @@ class _Builder:
         """Segmented ring reduce-scatter that leaves `x` alone (slots: see `scratch_slots`)."""
         segments = self.table.segments
         last_step = self.table.size - 2
-        slots = self.slots(x.dtype)
+        in_place = np.may_share_memory(x, out)
+        slots = self.slots(x.dtype, in_place)
         num_slots = len(slots)
         base = self.table.bounds[self.index]
         rows: list[_Row] = []
         held: list[np.ndarray] = []
         for number, row in enumerate(self.transfers):
             own = x[row.recv_lo : row.recv_hi]
-            if row.step == last_step:
-                slot = out[row.recv_lo - base : row.recv_hi - base]
-            else:
-                slot = slots[number % num_slots][: row.recv_count]
+            last = row.step == last_step
+            target = out[row.recv_lo - base : row.recv_hi - base] if last else None
+            apart = last and not in_place
+            slot = target if apart else slots[number % num_slots][: row.recv_count]
             sent = x[row.send_lo : row.send_hi] if row.step == 0 else held[number - segments]
-            built = _Row(row, self.send(row, sent), self.recv(row, slot), (own, slot, slot))
+            add = (own, slot, target if last else slot)
+            built = _Row(row, self.send(row, sent), self.recv(row, slot), add)
             built.starts_after = number - segments if number >= segments else -1
             # Slot k was filled by row k - num_slots and sent on by the row `segments` later.
-            if row.step < last_step and number >= num_slots:
+            if not apart and number >= num_slots:
                 built.recv_after = number - num_slots + segments
             held.append(slot)
             rows.append(built)
@@ -512,10 +570,13 @@ def compile_program(
         status=transport.status,
         received_bytes=transport.received_bytes,
         rank=transport.rank,
+        translate=transport.translate,
     )
     generator = steps(rows, runtime, stamps is not None, before)
     buffers = (x,) if out is None else (x, out)
-    return Program(table, buffers, made, generator.__next__, stamps)
+    program = Program(table, buffers, made, generator.__next__, stamps)
+    program.copies_bytes = builder.copies_bytes
+    return program
 
 
 def _build_rows(
@@ -526,13 +587,18 @@ def _build_rows(
     if table.collective == "all_reduce":
         if table.algorithm == "recursive_doubling":
             rows = builder.doubling(x)
-            plain = all(row.combine_last and row.send and row.recv for row in rows)
+            plain = all(row.buffered and row.combine for row in rows)
             return rows, _doubling_steps if plain else _exchange_steps, None
         if table.segments > 1:
             return builder.pipelined(x), _pipeline_steps, None
         return builder.private(x, None), _exchange_steps, None
     own = slice(table.bounds[index], table.bounds[index + 1])
     if table.collective == "reduce_scatter":
+        if np.may_share_memory(x, out) and not _same_memory(x[own], out):
+            raise ValueError(
+                "out must not overlap x, except that it may be this rank's chunk of x; got another "
+                "overlap. Pass an array of its own."
+            )
         if table.size == 1:
             return [], _exchange_steps, (out, x)
         if table.segments > 1:
@@ -542,10 +608,11 @@ def _build_rows(
         before = (out[own], x)
     if table.collective == "gather":
         target = out if out is not None else x
-        rows = [
-            _Row(row, builder.send(row, x), builder.recv(row, target[row.recv_lo : row.recv_hi]))
-            for row in builder.transfers
-        ]
+        rows = []
+        for row in builder.transfers:
+            sent, buffered = builder.buffer(row, x)
+            received = builder.recv(row, target[row.recv_lo : row.recv_hi])
+            rows.append(_Row(row, sent, received, buffered=buffered))
         return rows, _exchange_steps, before
     rows = builder.pipelined_gather(out)
     return rows, (_pipeline_steps if table.segments > 1 else _exchange_steps), before
@@ -591,11 +658,11 @@ def _describe(
         fake.send = Fake(row.send, number) if row.send else None
         fake.recv = Fake(row.recv, number) if row.recv else None
         # The fake sum and copy are called with what stands here: their row number.
-        fake.combine = (number,) if row.combine is not None else None
+        fake.combine = (number, None, None) if row.combine is not None else None
         fake.copy = (number,) if row.copy is not None else None
         fakes.append(fake)
 
-    def did_add(number: int) -> None:
+    def did_add(number: int, *_: None) -> None:
         last[0] = (COMBINE, number)
 
     def did_copy(number: int) -> None:
@@ -604,6 +671,7 @@ def _describe(
     runtime = _Runtime(
         add=did_add, copyto=did_copy, clock=lambda: last[0], stamps=stamps,
         spill=_nothing, status=None, received_bytes=lambda: received[0], rank=-1,
+        translate=lambda error, message: error,
     )  # fmt: skip
     next(steps(fakes, runtime, True, None))
     messages = [message for row in rows for message in (row.send, row.recv) if message]

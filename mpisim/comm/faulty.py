@@ -265,6 +265,8 @@ class FaultyTransport:
     def pause(self, pending: FaultyMessage, waited_s: float) -> None:
         """Yield the core; raise when waiting is in vain."""
         self._release()
+        if pending._due_s is not None and waited_s <= self.timeout_s:
+            waited_s = 0.0  # nothing was asked of the peer yet
         self.inner.pause(pending._carrier or pending._bound, waited_s)
 
     def translate(self, error: Exception, pending: FaultyMessage | None) -> Exception:

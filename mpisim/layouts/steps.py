@@ -25,6 +25,9 @@ ALGORITHMS = ("auto", "ring", "recursive_doubling", "halving_doubling")
 # (experiments/bench/README.md shows the tables that these numbers come from).
 LATENCY_BYTES = 64 << 10
 """At or below: recursive doubling (fewest messages in a row)."""
+BUFFERED_BYTES = 4000
+"""Sends of recursive doubling and gather up to this size leave from a copy of their own, so that
+nobody waits for their completion (it is Open MPI's eager limit)."""
 HALVING_BYTES = 2 << 20
 """At or below, on 4, 8, 16, ... ranks: halving and doubling (few messages, no byte twice)."""
 PIPELINE_BYTES = 2 << 20
@@ -117,9 +120,10 @@ class StepTable:
         return sum(row.recv_from != NO_PEER for row in self.transfers(index))
 
 
-def scratch_slots(table: StepTable, index: int) -> tuple[int, int]:
+def scratch_slots(table: StepTable, index: int, in_place: bool = False) -> tuple[int, int]:
     """Return how many scratch slots the program of `index` needs, and the elements of one.
 
+    `in_place` tells of a reduce-scatter whose result takes the place of this rank's own chunk.
     Scratch of a rank: ``number * longest * itemsize`` bytes. The executor cuts its slots by this
     function and `plan.check` predicts "comm_buffers" with it.
     """
@@ -131,13 +135,25 @@ def scratch_slots(table: StepTable, index: int) -> tuple[int, int]:
         if table.segments > 1:
             # A partial sum stays in its slot until it is sent, and the neighbour may be a whole
             # step behind: with fewer slots both could wait for each other.
-            return (table.segments + PIPELINE_DEPTH if table.size > 2 else 0), longest
-        return min(2, len(combined) - 1), longest
+            needed = table.size > 2 or in_place
+            return (table.segments + PIPELINE_DEPTH if needed else 0), longest
+        return min(2, len(combined) - (not in_place)), longest
     if table.algorithm == "recursive_doubling":
         return 1, longest
     if table.segments > 1:
         return PIPELINE_DEPTH, longest
     return min(2, len(combined)), longest
+
+
+def buffered_count(table: StepTable, index: int, itemsize: int) -> int:
+    """Return the elements of the private copies that the small sends of `index` leave from.
+
+    0 where sends are too large, or belong to an algorithm that forwards what it has received.
+    """
+    if table.algorithm not in ("recursive_doubling", "direct"):
+        return 0
+    counts = [row.send_count for row in table.transfers(index) if row.send_to != NO_PEER]
+    return sum(counts) if max(counts, default=0) * itemsize <= BUFFERED_BYTES else 0
 
 
 def choose_algorithm(nbytes: int, size: int, algorithm: str = "auto") -> str:

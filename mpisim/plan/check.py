@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from mpisim.errors import DeadlockError, PlanError
 from mpisim.layouts.metrics import MEMORY_CATEGORIES, METRIC_NAMES
 from mpisim.layouts.specs import BlockSpec
-from mpisim.layouts.steps import all_reduce_table, gather_table, scratch_slots
+from mpisim.layouts.steps import all_reduce_table, buffered_count, gather_table, scratch_slots
 from mpisim.plan.build import BlockSpecs, Plan
 from mpisim.plan.ops import (
     WAIT_AXIS,
@@ -32,6 +32,9 @@ from mpisim.plan.text import op_text
 
 _CONTEXT_OPS = 3
 
+_SUMS = {"train": ("target_count", "loss"), "eval": ("eval",)}
+"""Kinds of `ReduceScalars` that a plan of each kind has, once each."""
+
 
 @dataclass
 class _RankState:
@@ -41,11 +44,17 @@ class _RankState:
     plan: Plan
     position: int = 0
     loaded: set[int] = field(default_factory=set)
+    seen: set[int] = field(default_factory=set)
+    """Microbatches that were ever loaded."""
     outputs: set[tuple[str, int]] = field(default_factory=set)
     saved: set[tuple[str, int]] = field(default_factory=set)
     grads_of: set[tuple[str, int]] = field(default_factory=set)
-    backwards: Counter[str] = field(default_factory=Counter)
+    forwards: set[tuple[str, int]] = field(default_factory=set)
+    backwards: set[tuple[str, int]] = field(default_factory=set)
+    sums: set[str] = field(default_factory=set)
     started: list[int] = field(default_factory=list)
+    started_at: list[int] = field(default_factory=list)
+    """Positions of the ops that started them."""
     waited: set[int] = field(default_factory=set)
     entered: list[tuple] = field(default_factory=list)
     """Collectives this rank has entered on axis control, in order."""
@@ -69,10 +78,15 @@ def check_plan(plan: Plan) -> None:
     DeadlockError
         The ranks would wait for each other for ever.
     """
-    if len(plan.ranks) != plan.mesh.size:
+    for what, number in (("ops", len(plan.ranks)), ("rows", len(plan.rows))):
+        if number != plan.mesh.size:
+            raise PlanError(
+                f"plan must have {what} for every rank of the mesh; got {number} for "
+                f"{plan.mesh.size}. Build it with plan.build."
+            )
+    if plan.kind not in _SUMS:
         raise PlanError(
-            f"plan must have ops for every rank of the mesh; got {len(plan.ranks)} for "
-            f"{plan.mesh.size}. Build it with plan.build."
+            f"plan kind must be {' or '.join(_SUMS)}; got {plan.kind!r}. Build it with plan.build."
         )
     states = [_RankState(rank, plan) for rank in range(plan.mesh.size)]
     while any(state.op is not None for state in states):
@@ -130,19 +144,27 @@ def _match(states: list[_RankState]) -> None:
         leader = states[state.plan.mesh.group(state.rank, "dp")[0]]
         for turn, (mine, theirs) in enumerate(zip(state.started, leader.started, strict=False)):
             if mine != theirs:
+                marks = {s.rank: s.started_at[turn] for s in (leader, state)}
                 raise PlanError(
                     f"ranks of a dp group must start the same buckets in the same order; got "
                     f"bucket {theirs} on rank {leader.rank} and {mine} on rank {state.rank} at "
-                    f"turn {turn}. Make the plans agree."
+                    f"turn {turn}:\n{draw_place(state.plan, marks)}\nMake the plans agree."
                 )
 
 
 def _execute(state: _RankState) -> None:
     op, plan = state.op, state.plan
     first, last = plan.blocks[0], plan.blocks[-1]
+    micros = len(plan.rows[state.rank])
+    if isinstance(op, (Forward, Backward)):
+        _require(state, op.block in plan.blocks, "a block must be in the plan's head")
     if isinstance(op, LoadBatch):
-        _require(state, op.micro not in state.loaded, "a microbatch must be loaded once")
+        _require(
+            state, 0 <= op.micro < micros, f"a microbatch must be one of the rank's {micros}"
+        )
+        _require(state, op.micro not in state.seen, "a microbatch must be loaded once")
         state.loaded.add(op.micro)
+        state.seen.add(op.micro)
     elif isinstance(op, Forward):
         if op.block == first:
             _require(state, op.micro in state.loaded, "a microbatch must be loaded before forward")
@@ -152,7 +174,8 @@ def _execute(state: _RankState) -> None:
             _require(state, found, "forward must follow the forward of the block before")
             state.outputs.discard((before, op.micro))
         key = (op.block, op.micro)
-        _require(state, key not in state.saved, "a block must run forward once per microbatch")
+        _require(state, key not in state.forwards, "a block must run forward once per microbatch")
+        state.forwards.add(key)
         if plan.kind == "train":
             state.saved.add(key)
         elif op.block == last:
@@ -162,49 +185,57 @@ def _execute(state: _RankState) -> None:
     elif isinstance(op, Backward):
         key = (op.block, op.micro)
         _require(state, key in state.saved, "backward must follow the forward of its block")
-        if op.block != last:
+        if op.block == last:
+            counted = "target_count" in state.sums
+            _require(state, counted, "backward must follow ReduceScalars of kind target_count")
+        else:
             after = plan.blocks[plan.blocks.index(op.block) + 1]
             found = (after, op.micro) in state.grads_of
             _require(state, found, "backward must follow the backward of the block after")
             state.grads_of.discard((after, op.micro))
-        for bucket in plan.buckets:
-            ready = op.block in bucket.blocks and bucket.index in state.started
-            _require(
-                state, not ready,
-                f"gradients of block {op.block} must not change once bucket {bucket.index}, which "
-                f"holds them, is being reduced",
-            )  # fmt: skip
         state.saved.discard(key)
-        state.backwards[op.block] += 1
+        state.backwards.add(key)
         if op.block == first:
             state.loaded.discard(op.micro)
         else:
             state.grads_of.add(key)
     elif isinstance(op, StartSync):
-        bucket = plan.buckets[op.bucket] if op.bucket < len(plan.buckets) else None
+        bucket = plan.buckets[op.bucket] if 0 <= op.bucket < len(plan.buckets) else None
         _require(state, bucket is not None, "a bucket must be in the plan's head")
         _require(state, bucket.count == op.count, f"bucket must have {bucket.count} elements")
         _require(state, op.bucket not in state.started, "a bucket must be reduced once per step")
-        micros = len(plan.rows[state.rank])
+        # No gradient can change from here on: no backward of these blocks is left.
         for block in bucket.blocks:
             _require(
-                state, state.backwards[block] == micros,
+                state, all((block, micro) in state.backwards for micro in range(micros)),
                 f"a bucket must hold the gradients of all {micros} microbatches of block {block}",
             )  # fmt: skip
         state.started.append(op.bucket)
+        state.started_at.append(state.position)
     elif isinstance(op, WaitSync):
         _require(state, op.bucket not in state.waited, "a bucket must be waited for once")
         state.waited.add(op.bucket)
+    elif isinstance(op, ReduceScalars):
+        kinds = _SUMS[plan.kind]
+        _require(state, op.kind in kinds, f"kind of a sum must be {' or '.join(kinds)}")
+        _require(state, op.kind not in state.sums, f"{op.kind} must be summed once per step")
+        if op.kind != "target_count":
+            whole = all((last, micro) in state.forwards for micro in range(micros))
+            _require(state, whole, f"the sum {op.kind} must follow the forwards of all {micros} "
+                     f"microbatches")  # fmt: skip
+        state.sums.add(op.kind)
     elif isinstance(op, OptimizerStep):
+        _require(state, plan.kind == "train", "an evaluation must not update the parameters")
         missing = [b.index for b in plan.buckets if b.index not in state.waited]
         _require(state, not missing, f"the update must follow WaitSync of buckets {missing}")
         _require(state, not state.stepped, "a step must update once")
         state.stepped = True
-    elif not isinstance(op, (ReduceScalars, GatherMetrics)):
+    elif not isinstance(op, GatherMetrics):
         _fail(state, f"{type(op).__name__} must be replaced by a pass before the plan is checked")
 
 
 def _check_end(state: _RankState) -> None:
+    place = draw_place(state.plan, {state.rank: len(state.plan.ranks[state.rank]) - 1})
     left = {
         "loaded microbatches": state.loaded,
         "block outputs": state.outputs,
@@ -212,16 +243,22 @@ def _check_end(state: _RankState) -> None:
         "activation gradients": state.grads_of,
         "buckets in flight": set(state.started) - state.waited,
     }
-    for what, things in left.items():
-        if things:
-            raise PlanError(
-                f"a plan must leave nothing behind; got {what} {sorted(things)} on rank "
-                f"{state.rank}. Add the ops that use or free them."
-            )
+    found = [f"{what} {sorted(things)}" for what, things in left.items() if things]
+    if found:
+        raise PlanError(
+            f"a plan must leave nothing behind; got {' and '.join(found)} on rank {state.rank}:\n"
+            f"{place}\nAdd the ops that use or free them."
+        )
     if state.plan.kind == "train" and not state.stepped:
         raise PlanError(
             f"a training plan must update the parameters; got no OptimizerStep on rank "
-            f"{state.rank}. Add one after the last WaitSync."
+            f"{state.rank}:\n{place}\nAdd one after the last WaitSync."
+        )
+    missing = [kind for kind in _SUMS[state.plan.kind] if kind not in state.sums]
+    if missing:
+        raise PlanError(
+            f"a plan must sum {' and '.join(_SUMS[state.plan.kind])} over all ranks; got none of "
+            f"{' and '.join(missing)} on rank {state.rank}:\n{place}\nAdd ReduceScalars."
         )
 
 
@@ -376,16 +413,21 @@ def comm_buffer_bytes(plan: Plan, rank: int, itemsize: int) -> int:
     """Return the bytes of scratch and control buffers that a rank's communicators hold."""
     mesh = plan.mesh
     index = mesh.coordinate(rank)["dp"]
-    scratch = 0
+    scratch, copies = 0, 0
     for bucket in plan.buckets:
         table = all_reduce_table(bucket.count, mesh.dp, itemsize, plan.algorithm)
         number, longest = scratch_slots(table, index)
         scratch = max(scratch, number * longest * itemsize)
+        copies += buffered_count(table, index, itemsize) * itemsize
     control, scalars = 0, 0
     for kind_count in (1, 2, 3):
-        number, longest = scratch_slots(all_reduce_table(kind_count, mesh.size, 8, "auto"), rank)
+        table = all_reduce_table(kind_count, mesh.size, 8, "auto")
+        number, longest = scratch_slots(table, rank)
         control = max(control, number * longest * 8)
+        copies += buffered_count(table, rank, 8) * 8
         scalars += kind_count * 8
+    gather = gather_table(len(METRIC_NAMES), mesh.size)
+    copies += buffered_count(gather, rank, 8) * 8
     metrics = len(METRIC_NAMES) * 8
-    collected = gather_table(len(METRIC_NAMES), mesh.size).count * 8 if rank == 0 else 0
-    return scratch + control + scalars + metrics + collected
+    collected = gather.count * 8 if rank == 0 else 0
+    return scratch + copies + control + scalars + metrics + collected

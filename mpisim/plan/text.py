@@ -15,6 +15,7 @@ from mpisim.plan.ops import OP_TYPES, Op
 from mpisim.plan.partition import Bucket
 
 _FIRST_LINE = "mpisim plan 1"
+_HEAD = ("kind", "mesh", "dtype", "algorithm", "blocks")
 
 
 def op_text(op: Op) -> str:
@@ -32,22 +33,17 @@ def op_text(op: Op) -> str:
 
 def plan_text(plan: Plan) -> str:
     """Return a plan as text that `parse_plan` reads back to an equal plan."""
-    mesh = plan.mesh
     lines = [
         _FIRST_LINE,
         f"kind {plan.kind}",
-        f"mesh dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}",
+        _mesh_text(plan.mesh),
         f"dtype {plan.dtype}",
         f"algorithm {plan.algorithm}",
         "blocks " + " ".join(plan.blocks),
     ]
-    for bucket in plan.buckets:
-        params = " ".join(
-            f"{param.name}:{'x'.join(map(str, param.shape))}" for param in bucket.params
-        )
-        lines.append(f"bucket {bucket.index} blocks={','.join(bucket.blocks)} {params}")
+    lines += map(_bucket_text, plan.buckets)
     for rank, ops in enumerate(plan.ranks):
-        lines.append(f"rank {rank} rows={','.join(map(str, plan.rows[rank]))}")
+        lines.append(_rank_text(rank, plan.rows[rank]))
         lines += [f"  {op_text(op)}" for op in ops]
     return "\n".join(lines) + "\n"
 
@@ -58,9 +54,11 @@ def parse_plan(text: str) -> Plan:
     Raises
     ------
     PlanError
-        A line that is no plan line; its number is named.
+        A line is none that `plan_text` writes there; its number is named. Or a head line is
+        missing.
     """
     head: dict[str, str] = {}
+    mesh = Mesh()
     buckets: list[Bucket] = []
     rows: list[tuple[int, ...]] = []
     ranks: list[list[Op]] = []
@@ -72,36 +70,57 @@ def parse_plan(text: str) -> Plan:
         )
     for number, line in enumerate(lines[1:], start=2):
         word, _, rest = line.strip().partition(" ")
+        # What was understood is written again: a line that says more, or less, is refused.
+        again = line
         try:
             if line.startswith("  "):
                 ranks[-1].append(_parse_op(word, rest))
+                again = f"  {op_text(ranks[-1][-1])}"
             elif word == "bucket":
-                buckets.append(_parse_bucket(rest))
+                buckets.append(_parse_bucket(len(buckets), rest))
+                again = _bucket_text(buckets[-1])
             elif word == "rank":
                 rows.append(_ints(rest.partition("rows=")[2]))
+                again = _rank_text(len(ranks), rows[-1])
                 ranks.append([])
-            elif word in ("kind", "mesh", "dtype", "algorithm", "blocks"):
+            elif word in _HEAD and word not in head:
                 head[word] = rest
+                if word == "mesh":
+                    degrees = dict(pair.split("=") for pair in rest.split())
+                    mesh = Mesh(**{axis: int(degree) for axis, degree in degrees.items()})
+                    again = _mesh_text(mesh)
             else:
-                raise ValueError("unknown word")
+                raise ValueError("unknown word, or one that came before")
+            if again != line:
+                raise ValueError(f"read as {again.strip()!r}")
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise PlanError(
                 f"plan line {number} must be an op or a head line; got {line!r} ({error}). Use "
                 f"the output of mpisim plan show."
             ) from None
-    try:
-        degrees = dict(pair.split("=") for pair in head["mesh"].split())
-        mesh = Mesh(**{axis: int(degree) for axis, degree in degrees.items()})
-        blocks = tuple(head["blocks"].split())
-        return Plan(
-            head["kind"], mesh, head["dtype"], head["algorithm"], tuple(rows), blocks,
-            tuple(buckets), tuple(map(tuple, ranks)),
-        )  # fmt: skip
-    except (KeyError, ValueError, TypeError) as error:
+    missing = [word for word in _HEAD if word not in head]
+    if missing:
         raise PlanError(
-            f"plan text must have the lines kind, mesh, dtype, algorithm and blocks; got trouble "
-            f"with {error}. Use the output of mpisim plan show."
-        ) from None
+            f"plan text must have the lines {', '.join(_HEAD)}; got none for "
+            f"{', '.join(missing)}. Use the output of mpisim plan show."
+        )
+    return Plan(
+        head["kind"], mesh, head["dtype"], head["algorithm"], tuple(rows),
+        tuple(head["blocks"].split()), tuple(buckets), tuple(map(tuple, ranks)),
+    )  # fmt: skip
+
+
+def _mesh_text(mesh: Mesh) -> str:
+    return f"mesh dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}"
+
+
+def _bucket_text(bucket: Bucket) -> str:
+    params = " ".join(f"{param.name}:{'x'.join(map(str, param.shape))}" for param in bucket.params)
+    return f"bucket {bucket.index} blocks={','.join(bucket.blocks)} {params}"
+
+
+def _rank_text(rank: int, rows: tuple[int, ...]) -> str:
+    return f"rank {rank} rows={','.join(map(str, rows))}"
 
 
 def _ints(text: str) -> tuple[int, ...]:
@@ -119,10 +138,11 @@ def _parse_op(word: str, rest: str) -> Op:
     )
 
 
-def _parse_bucket(rest: str) -> Bucket:
-    index, blocks, *params = rest.split()
+def _parse_bucket(index: int, rest: str) -> Bucket:
+    _, blocks, *params = rest.split()
     specs = []
     for param in params:
         name, _, shape = param.rpartition(":")
-        specs.append(ParamSpec(name=name, shape=tuple(map(int, shape.split("x")))))
-    return Bucket(int(index), tuple(blocks.removeprefix("blocks=").split(",")), tuple(specs))
+        extents = tuple(map(int, shape.split("x"))) if shape else ()
+        specs.append(ParamSpec(name=name, shape=extents))
+    return Bucket(index, tuple(blocks.removeprefix("blocks=").split(",")), tuple(specs))

@@ -3,10 +3,10 @@
     load.py       run directory -> `Run`: plain data, no NumPy
     rows.py       `Run` -> flat rows, the one source of every number that is printed
     text.py       rows -> tables for people
-    waits.py      traces -> stalls and overlap (NumPy)
+    traces.py     traces -> stalls and overlap (NumPy)
     perfetto.py   traces -> Chrome JSON (NumPy)
 
-`cli` calls the three functions below, `plots/` calls `load_run` and `waits`. Nothing here trains,
+`cli` calls the three functions below, `plots/` calls `load_run` and `traces`. Nothing here trains,
 and nothing here draws.
 """
 
@@ -79,7 +79,7 @@ def export_perfetto(run_dir: Path | str, out: Path | str) -> None:
     Raises
     ------
     CheckpointError
-        The run has no trace, or a trace file is damaged.
+        The run has no trace.
     OSError
         `out` cannot be written.
     """

@@ -25,13 +25,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpisim.errors import CheckpointError
+from mpisim.report.traces import read_traces
 from mpisim.trace.events import ACTIVITIES, ProgramTable
 from mpisim.trace.store import (
     RankTrace,
     expand_activities,
     expand_messages,
     expand_ops,
-    read_run,
 )
 
 # In this order at equal times: a slice must be open before an arrow can be tied to it.
@@ -66,9 +67,15 @@ def export(run_dir: Path, out: Path) -> None:
     Raises
     ------
     CheckpointError
-        The run has no trace, or a trace file is damaged.
+        The run has no trace.
     """
-    traces = read_run(run_dir)
+    traces, left_out = read_traces(run_dir)
+    if not traces:
+        got = f"{left_out} that end before their first record" if left_out else "none"
+        raise CheckpointError(
+            f"run directory must hold trace/rank-*.bin to export; got {got} in {run_dir}. Run with "
+            f"trace.enabled = true."
+        )
     part = out.with_name(out.name + ".part")
     try:
         with open(part, "w", encoding="utf-8") as file:
@@ -199,7 +206,7 @@ class _Rank:
         """Give each axis a track for its collectives and lanes for its sends and receives."""
         axes = {ident: program.axis for ident, program in self.trace.programs.items()}
         start = self.messages["posted_s"]
-        end, _ = self._closed(start, self.messages["completed_s"])
+        end, _ = self._message_ends()
         of_axis = np.array([axes[ident] for ident in self.messages["program"].tolist()])
         for axis in dict.fromkeys(axes.values()):
             self._track(f"{axis} collectives")
@@ -225,6 +232,15 @@ class _Rank:
         """Close what has no end at the last moment that is known; also tell what that was."""
         unfinished = ~np.isfinite(end_s) | (end_s < start_s)
         return np.where(unfinished, self._last_s, end_s), unfinished
+
+    def _message_ends(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return when each message was complete, and which never were.
+
+        A small send is done when it is posted; an arrow needs a slice of a nanosecond at least.
+        """
+        start = self.messages["posted_s"]
+        ends, unfinished = self._closed(start, self.messages["completed_s"])
+        return np.maximum(ends, start + 2e-9), unfinished
 
     def names(self) -> Iterator[str]:
         """Yield the metadata events that name and order the process and its tracks."""
@@ -330,7 +346,7 @@ class _Rank:
 
     def _message_events(self, zero_s: float, flows: np.ndarray) -> Iterator[_Event]:
         rows, programs = self.messages, self.trace.programs
-        ends, unfinished = self._closed(rows["posted_s"], rows["completed_s"])
+        ends, unfinished = self._message_ends()
         start, end = _nanoseconds(rows["posted_s"], ends, zero_s)
         texts = {ident: self._op_of(program) for ident, program in programs.items()}
         columns = zip(

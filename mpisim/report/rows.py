@@ -26,7 +26,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from mpisim.errors import CheckpointError
 from mpisim.layouts.metrics import CHANNELS, MEMORY_CATEGORIES, STALL_CAUSES
 from mpisim.report.load import Run
 
@@ -290,21 +289,12 @@ def stalls_per_rank(run: Run) -> Stalls:
                 stalls[axis, cause] = seconds
             ranks[entry["rank"]] = stalls
         return Stalls(ranks, "summary.json")
-    paths = sorted((run.path / "trace").glob("rank-*.bin"))
-    if not paths:
+    if not any((run.path / "trace").glob("rank-*.bin")):
         return Stalls({}, "")
-    from mpisim.report.waits import stall_totals
-    from mpisim.trace.store import read_rank
+    from mpisim.report.traces import read_traces, stall_totals
 
-    ranks, unreadable = {}, 0
-    for path in paths:
-        try:
-            trace = read_rank(path)
-            ranks[trace.rank] = stall_totals(trace)
-        except (CheckpointError, KeyError):
-            # KeyError: killed before the header was complete.
-            unreadable += 1
-    return Stalls(ranks, "trace", unreadable)
+    traces, unreadable = read_traces(run.path)
+    return Stalls({trace.rank: stall_totals(trace) for trace in traces}, "trace", unreadable)
 
 
 def _stalls(run: Run, stalls: Stalls) -> list[Row]:

@@ -15,6 +15,9 @@ CAUSES = {"recv": "receive", "send": "send"}
 
 _MARK = "  <-- DIFFERS"
 
+_MOST_RANKS = 16
+"""Ranks up to which each has a line in the table of stalls."""
+
 
 def make_text(rows: list[Row]) -> str:
     """Return the tables of `rows.make_rows` as one string that ends with a line break."""
@@ -49,9 +52,10 @@ def _alarms(run: Row, sections: dict[str, list[Row]]) -> list[str]:
         faults = _faults(check)
         if faults:
             lines.append(
-                f"DIFFERENCE: measured is not what was predicted: {'; '.join(faults)}. A count, a "
-                f"table or a message is wrong."
+                "DIFFERENCE: measured is not what was predicted; a count, a table or a message is "
+                "wrong:"
             )
+            lines += [f"  {fault}" for fault in faults]
     if run["damaged_lines"]:
         lines.append(
             f"damaged: {run['damaged_lines']} line(s) of metrics.jsonl are incomplete and left out"
@@ -63,14 +67,14 @@ def _alarms(run: Row, sections: dict[str, list[Row]]) -> list[str]:
 
 def _faults(check: Row) -> list[str]:
     words = {
-        "traffic_figures_differing": "{} lines of the traffic table",
-        "matrix_pairs_differing": "{} pairs of the bytes matrix",
-        "matrix_rows_differing": "{} ranks sent other bytes by peer than by collective",
-        "memory_figures_differing": "{} lines of the memory table",
+        "traffic_figures_differing": "messages or bytes by collective: {} differ",
+        "matrix_pairs_differing": "bytes by pair of ranks: {} differ",
+        "matrix_rows_differing": "ranks whose bytes by peer and by collective disagree: {}",
+        "memory_figures_differing": "memory peaks: {} differ",
     }
     faults = [text.format(check[key]) for key, text in words.items() if check[key]]
     if check["replica_sets"] > 1:
-        faults.append(f"replicas hold {check['replica_sets']} different sets of parameters")
+        faults.append(f"different sets of parameters that replicas hold: {check['replica_sets']}")
     return faults
 
 
@@ -268,7 +272,14 @@ def _stalls(run: Row, sections: dict[str, list[Row]]) -> list[str]:
         ranks: dict[int, dict[tuple[str, str], Row]] = {}
         for row in rows:
             ranks.setdefault(row["rank"], {})[row["axis"], row["cause"]] = row
-        for rank, cells in ranks.items():
+        shown = ranks
+        if len(ranks) > _MOST_RANKS:
+            worst = sorted(
+                ranks, key=lambda rank: -sum(row["stall_s"] for row in ranks[rank].values())
+            )
+            shown = {rank: ranks[rank] for rank in sorted(worst[:_MOST_RANKS])}
+            lines.append(f"  the {_MOST_RANKS} of {len(ranks)} ranks that waited longest")
+        for rank, cells in shown.items():
             spent = [cells[key]["stall_s"] if key in cells else 0.0 for key in keys]
             shares = [cell["share_of_step_time"] for cell in cells.values()]
             share = None if None in shares else sum(shares)
@@ -386,7 +397,7 @@ def _verdict(run: Row, sections: dict[str, list[Row]]) -> list[str]:
             )
     faults = _faults(sections["check"][0])
     lines.append(
-        f"check: DIFFERENCE in {'; '.join(faults)}"
+        f"check: DIFFERENCE, see the first lines and those marked {_MARK.strip()}"
         if faults
         else "check: measured - predicted = 0 for every byte, message, pair and memory peak"
     )

@@ -197,7 +197,10 @@ def expand_messages(trace: RankTrace) -> np.ndarray:
                 continue
             posted = np.array(program.send_posted if is_send else program.recv_posted)[used]
             code = SEND if is_send else RECV
-            completed = np.array([done[code, int(row)] for row in used])
+            # A small send leaves from a copy: as far as its rank cares, done when posted.
+            completed = np.array(
+                [done.get((code, int(row)), at) for row, at in zip(used, posted, strict=True)]
+            )
             rows = np.empty((runs, len(used)), dtype=MESSAGE_DTYPE)
             rows["step"], rows["program"], rows["tag"] = step, ident, program.tag
             rows["run"] = np.arange(first, first + runs)[:, None]

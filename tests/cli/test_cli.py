@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -256,17 +257,24 @@ def test_report_and_export_need_a_run_directory(capsys, monkeypatch, tmp_path):
     assert exported == [tmp_path / "perfetto.json", tmp_path / "x.json"]
 
 
-def test_bench_hands_on_its_options_and_its_status(monkeypatch):
+def test_bench_hands_on_its_options_and_its_status(capsys, monkeypatch):
     calls = []
-    monkeypatch.setattr(mpisim.bench, "bench_collectives", lambda **kw: calls.append(kw) or 1)
-    monkeypatch.setattr(mpisim.bench, "bench_trace", lambda **kw: calls.append(kw) or 0)
+
+    def measure(status, **options):
+        calls.append(options)
+        return SimpleNamespace(status=status, text="a table", rows=[{"ranks": options["ranks"]}])
+
+    monkeypatch.setattr(mpisim.bench, "bench_collectives", partial(measure, 0))
+    monkeypatch.setattr(mpisim.bench, "bench_trace", partial(measure, 1))
     command = ["bench", "collectives", "--ranks", "2", "--sizes", "7, 1KiB,4MiB", "--launches", "3"]
-    assert main([*command, "--json"]) == 1
-    assert main(["bench", "trace", "--ranks", "4"]) == 0
-    assert calls == [
-        {"ranks": 2, "launches": 3, "sizes": (7, 1024, 4 << 20), "as_json": True},
-        {"ranks": 4, "as_json": False},
-    ]
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [{"ranks": 2}]
+    assert main(command) == 0
+    assert capsys.readouterr().out == "a table\n"
+    assert main(["bench", "trace", "--ranks", "4"]) == 1
+    assert capsys.readouterr().out == ""  # the job has told why
+    same = {"ranks": 2, "launches": 3, "sizes": (7, 1024, 4 << 20)}
+    assert calls == [same, same, {"ranks": 4}]
 
 
 # -- shell completion ------------------------------------------------------------------------------

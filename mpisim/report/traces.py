@@ -1,21 +1,54 @@
 """What only a trace can tell: stalls of a run without a summary, and how much overlapped.
 
-`rows.py` calls `stall_totals` when summary.json is missing; `plots/` and tests call both.
+`rows.py` comes here when summary.json is missing; `perfetto.py` and `plots/` read traces with
+`read_traces`, which takes what a killed job left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
+from mpisim.errors import CheckpointError
 from mpisim.layouts.metrics import STALL_CAUSES
 from mpisim.trace.events import ACTIVITIES
-from mpisim.trace.store import RankTrace, expand_messages, expand_ops, expand_stalls
+from mpisim.trace.store import (
+    RankTrace,
+    expand_messages,
+    expand_ops,
+    expand_stalls,
+    read_rank,
+)
 
 TRAIN = "train-"
 """Names of training plans start with this."""
+
+
+def read_traces(run_dir: Path) -> tuple[list[RankTrace], int]:
+    """Read the traces of a run as far as they go.
+
+    Returns
+    -------
+    list of RankTrace
+        In rank order; those whose rank was killed before its first record are left out.
+    int
+        Trace files that were left out.
+    """
+    traces, left_out = [], 0
+    for path in sorted((Path(run_dir) / "trace").glob("rank-*.bin")):
+        try:
+            trace = read_rank(path)
+        except CheckpointError:
+            left_out += 1
+            continue
+        if "rank" in trace.header:
+            traces.append(trace)
+        else:
+            left_out += 1
+    return traces, left_out
 
 
 def training_part(trace: RankTrace) -> RankTrace:

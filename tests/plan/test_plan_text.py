@@ -1,0 +1,201 @@
+"""Plans as text: golden files, round trips, and lines that are refused by their number.
+
+Run this file as a script to write the golden files anew; read the difference before keeping it.
+"""
+
+from __future__ import annotations
+
+import string
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_plans import eval_plan, train_plan
+
+from mpisim.errors import PlanError
+from mpisim.layouts.specs import ParamSpec
+from mpisim.layouts.steps import ALGORITHMS
+from mpisim.mesh import Mesh
+from mpisim.plan.build import Plan
+from mpisim.plan.ops import (
+    Backward,
+    Forward,
+    GatherMetrics,
+    LoadBatch,
+    OptimizerStep,
+    ReduceScalars,
+    StartSync,
+    WaitSync,
+)
+from mpisim.plan.partition import Bucket
+from mpisim.plan.text import parse_plan, plan_text
+
+GOLDEN = Path(__file__).parent / "golden"
+
+PLANS = {
+    "one_rank": lambda: train_plan([[4]]),
+    "two_ranks_two_microbatches_overlap": lambda: train_plan(
+        [[2, 2], [2, 1]], bucket_bytes=100, overlap=True
+    ),
+    "two_ranks_two_microbatches_no_overlap": lambda: train_plan(
+        [[2, 2], [2, 1]], bucket_bytes=100, overlap=False
+    ),
+    "four_ranks_three_buckets": lambda: train_plan(
+        [[1], [1], [1], [0]], bucket_bytes=1, algorithm="ring"
+    ),
+    "evaluation": lambda: eval_plan([[2, 2], [1, 0]]),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plan_text_is_the_golden_one(name):
+    """Issue 2, item 4: config -> plan has a text form with golden files."""
+    assert plan_text(PLANS[name]()) == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def test_every_golden_file_belongs_to_a_plan():
+    assert {path.stem for path in GOLDEN.iterdir()} == set(PLANS)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_is_read_back_equal(name):
+    plan = PLANS[name]()
+    assert parse_plan(plan_text(plan)) == plan
+
+
+NAMES = st.text(string.ascii_lowercase + string.digits + "._", min_size=1, max_size=12)
+NUMBERS = st.integers(0, 10**12)
+OPS = st.one_of(
+    st.builds(LoadBatch, NUMBERS),
+    st.builds(Forward, NAMES, NUMBERS),
+    st.builds(Backward, NAMES, NUMBERS),
+    st.builds(StartSync, NUMBERS, NUMBERS),
+    st.builds(WaitSync, NUMBERS),
+    st.builds(ReduceScalars, NAMES, NUMBERS, NAMES),
+    st.builds(OptimizerStep),
+    st.builds(GatherMetrics, NUMBERS),
+)
+PARAMS = st.builds(
+    lambda name, shape: ParamSpec(name=name, shape=tuple(shape)),
+    NAMES,
+    st.lists(st.integers(1, 10**6), max_size=4),
+)
+
+
+@st.composite
+def any_plans(draw):
+    """Any plan that can be written down, also one that could never run."""
+    num_ranks = draw(st.integers(1, 4))
+    return Plan(
+        draw(st.sampled_from(("train", "eval"))),
+        Mesh(*(draw(st.integers(1, 9)) for _ in range(3))),
+        draw(NAMES),
+        draw(st.sampled_from(ALGORITHMS)),
+        tuple(tuple(draw(st.lists(NUMBERS, max_size=3))) for _ in range(num_ranks)),
+        tuple(draw(st.lists(NAMES, max_size=4))),
+        tuple(
+            Bucket(
+                index,
+                tuple(draw(st.lists(NAMES, min_size=1, max_size=3))),
+                tuple(draw(st.lists(PARAMS, max_size=3))),
+            )
+            for index in range(draw(st.integers(0, 3)))
+        ),
+        tuple(tuple(draw(st.lists(OPS, max_size=5))) for _ in range(num_ranks)),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(any_plans())
+def test_any_plan_is_read_back_equal(plan):
+    assert parse_plan(plan_text(plan)) == plan
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 5).flatmap(
+        lambda micros: st.lists(
+            st.lists(st.integers(0, 4), min_size=micros, max_size=micros), min_size=1, max_size=6
+        )
+    ),
+    bucket_bytes=st.integers(1, 200),
+    overlap=st.booleans(),
+)
+def test_built_plans_are_read_back_equal(rows, bucket_bytes, overlap):
+    plan = train_plan(rows, bucket_bytes=bucket_bytes, overlap=overlap)
+    assert parse_plan(plan_text(plan)) == plan
+
+
+def lines_of(plan=None):
+    return plan_text(plan or train_plan(bucket_bytes=1)).splitlines()
+
+
+def number_of(start, nth=0):
+    """Return the number, counted from 1, of the nth line that starts with `start`."""
+    return [number for number, line in enumerate(lines_of(), 1) if line.startswith(start)][nth]
+
+
+@pytest.mark.parametrize(
+    ("line", "becomes"),
+    [
+        ("  Forward block=head micro=0", "  Forwards block=head micro=0"),  # no such op
+        ("  Forward block=head micro=0", "  Forward block=head"),  # a field is missing
+        ("  Forward block=head micro=0", "  Forward block=head micro=0 bucket=1"),  # one too many
+        ("  Forward block=head micro=0", "  Forward block=head micro=0 micro=0"),  # twice
+        ("  Forward block=head micro=0", "  Forward block=head micro=zero"),  # no number
+        ("  Forward block=head micro=0", "  Forward micro=0 block=head"),  # another order
+        ("  Forward block=head micro=0", "  Forward block"),
+        ("  Forward block=head micro=0", "  Forward block=head micro=+0"),
+        ("  OptimizerStep", "OptimizerStep"),  # not indented
+        ("  OptimizerStep", ""),
+        ("  OptimizerStep", "  "),
+        ("dtype", "type float64"),
+        ("dtype", "kind eval"),  # a head line twice, another missing
+        ("mesh", "mesh dp=two pp=1 tp=1"),
+        ("mesh", "mesh dp=2 pp=1"),
+        ("mesh", "mesh dp=2 pp=1 tp=1 ep=1"),
+        ("bucket 1", "bucket 1 blocks=block1 block1.linear.weight:3by2"),
+        ("bucket 1", "bucket one blocks=block1 block1.linear.weight:3x2"),
+        ("bucket 1", "bucket 2 blocks=block1 block1.linear.weight:3x2"),  # out of order
+        ("bucket 1", "bucket 1 block1 block1.linear.weight:3x2"),  # no blocks=
+        ("bucket 1", "bucket"),
+        ("rank 1", "rank 2 rows=2"),  # out of order
+        ("rank 1", "rank one rows=2"),
+        ("rank 1", "rank 1"),
+        ("rank 1", "rank 1 rows=2,x"),
+    ],
+)
+def test_a_malformed_line_is_named(line, becomes):
+    lines = lines_of()
+    number = number_of(line)
+    lines[number - 1] = becomes
+    with pytest.raises(PlanError, match=rf"plan line {number} must .*; got .*mpisim plan show"):
+        parse_plan("\n".join(lines) + "\n")
+
+
+def test_an_op_before_the_first_rank_is_named():
+    lines = lines_of()
+    lines.insert(2, "  OptimizerStep")
+    with pytest.raises(PlanError, match="plan line 3 "):
+        parse_plan("\n".join(lines))
+
+
+@pytest.mark.parametrize("text", ["", "\n", "mpisim plan 2\nkind train\n", "# notes\n"])
+def test_text_of_another_kind_is_refused(text):
+    with pytest.raises(PlanError, match="plan text must start with 'mpisim plan 1'; got "):
+        parse_plan(text)
+
+
+@pytest.mark.parametrize("word", ["kind", "mesh", "dtype", "algorithm", "blocks"])
+def test_a_missing_head_line_is_refused(word):
+    lines = [line for line in lines_of() if not line.startswith(word)]
+    with pytest.raises(PlanError, match=word):
+        parse_plan("\n".join(lines))
+
+
+if __name__ == "__main__":
+    for key, build in PLANS.items():
+        (GOLDEN / f"{key}.txt").write_text(plan_text(build()), encoding="utf-8")
+        sys.stdout.write(f"wrote {key}.txt\n")
