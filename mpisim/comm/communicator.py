@@ -374,6 +374,15 @@ class Communicator:
         self._all_reduces.clear()
         self._others.clear()
 
+    def reserve(self, nbytes: int) -> None:
+        """Have at least `nbytes` of scratch from now on.
+
+        Who knows all programs to come reserves for the largest: a smaller piece that a later
+        program outgrows stays allocated for the earlier ones, and nothing counts it.
+        """
+        if nbytes > self._scratch.nbytes:
+            self._scratch = np.empty(nbytes, dtype=np.uint8)
+
     # Inside ------------------------------------------------------------------------------
 
     def programs(self) -> list[Program]:
@@ -412,8 +421,7 @@ class Communicator:
 
     def _lend_scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
         nbytes = count * dtype.itemsize
-        if nbytes > self._scratch.nbytes:
-            self._scratch = np.empty(nbytes, dtype=np.uint8)
+        self.reserve(nbytes)
         return self._scratch[:nbytes].view(dtype)
 
     def _cached(

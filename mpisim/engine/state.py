@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +13,7 @@ from mpisim.comm.transport import Transport
 from mpisim.config.schema import OptimizerSection
 from mpisim.engine.meter import StepMeter
 from mpisim.layouts.metrics import METRIC_NAMES
+from mpisim.layouts.steps import all_reduce_table, scratch_slots
 from mpisim.memory.ledger import Ledger
 from mpisim.mesh import Mesh
 from mpisim.nn.models import Model
@@ -137,6 +138,7 @@ class EngineState:
             shapes = {param.name: param.shape for param in bucket.params}
             for name, (lo, hi) in bucket.offsets().items():
                 self.grads[name] = flat[lo:hi].reshape(shapes[name])
+        _reserve_scratch(self.dp, self.buckets)
         self.bucket_programs: list[Program] = [
             self.dp.prepare_all_reduce(flat, f"bucket {bucket.index}", overlap)
             for bucket, flat in zip(buckets, self.buckets, strict=True)
@@ -154,6 +156,7 @@ class EngineState:
 
     def _build_control(self) -> None:
         self.scalars = {kind: np.zeros(count, dtype) for kind, (count, dtype) in SCALARS.items()}
+        _reserve_scratch(self.control, self.scalars.values())
         for kind, array in self.scalars.items():
             self.control.prepare_all_reduce(array, kind)
         self.metrics = np.zeros(len(METRIC_NAMES))
@@ -172,6 +175,16 @@ class EngineState:
         array = self.scalars[op.kind]
         array[:] = values
         return self.control.all_reduce(array)
+
+
+def _reserve_scratch(group: Communicator, summed: Iterable[np.ndarray]) -> None:
+    """Allocate once what the all-reduces of all these arrays will share."""
+    needs = [0]
+    for array in summed:
+        table = all_reduce_table(array.size, group.size, array.itemsize, group.algorithm)
+        number, longest = scratch_slots(table, group.index)
+        needs.append(number * longest * array.itemsize)
+    group.reserve(max(needs))
 
 
 def num_optimizer_arrays(kind: str, momentum: float) -> int:

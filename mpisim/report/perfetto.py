@@ -218,15 +218,12 @@ class _Rank:
                     self._lanes[mine[lanes == lane]] = track
 
     def _span(self) -> tuple[float, float]:
-        """Return the times of the first and the last event, (inf, -inf) if there is none."""
-        times = np.concatenate(
-            [
-                self.ops["start_s"], self.ops["end_s"], self.activities["start_s"],
-                self.activities["end_s"], self.messages["posted_s"], self.messages["completed_s"],
-            ]
-        )  # fmt: skip
-        times = times[np.isfinite(times)]
-        return float(times.min(initial=np.inf)), float(times.max(initial=-np.inf))
+        """Return the first start and the last known moment, (inf, -inf) if there is none."""
+        ops, activities, messages = self.ops, self.activities, self.messages
+        starts = np.concatenate([ops["start_s"], activities["start_s"], messages["posted_s"]])
+        ends = np.concatenate([ops["end_s"], activities["end_s"], messages["completed_s"]])
+        known = np.concatenate([starts, ends[np.isfinite(ends)]])
+        return float(starts.min(initial=np.inf)), float(known.max(initial=-np.inf))
 
     def _closed(self, start_s: np.ndarray, end_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Close what has no end at the last moment that is known; also tell what that was."""

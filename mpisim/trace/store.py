@@ -197,7 +197,8 @@ def expand_messages(trace: RankTrace) -> np.ndarray:
                 continue
             posted = np.array(program.send_posted if is_send else program.recv_posted)[used]
             code = SEND if is_send else RECV
-            # A small send leaves from a copy: as far as its rank cares, done when posted.
+            # A small send has no stamp of its own: it left from a copy, done when posted, or its
+            # completion is part of the wait for its row's receive.
             completed = np.array(
                 [done.get((code, int(row)), at) for row, at in zip(used, posted, strict=True)]
             )
@@ -236,6 +237,7 @@ def expand_stalls(trace: RankTrace) -> np.ndarray:
     """
     ops, activities = expand_ops(trace), expand_activities(trace)
     waits = activities[(activities["activity"] == RECV) | (activities["activity"] == SEND)]
+    waits = waits[waits["end_s"] > waits["start_s"]]
     waits = waits[np.argsort(waits["start_s"], kind="stable")]
     blocks = {ident: [bool(axis) for axis in plan.waits] for ident, plan in trace.plans.items()}
     pairs = zip(ops["plan"].tolist(), ops["op_index"].tolist(), strict=True)

@@ -131,9 +131,10 @@ def test_errors_show_nothing_of_the_library_behind_them(tmp_path):
     assert "pydantic" not in told and "http" not in told and "Input should" not in told
 
 
-def test_control_characters_do_not_reach_the_terminal(tmp_path):
-    (fault,) = faults(write(tmp_path, ""), ["run.name=\x1b[31m"])
-    assert "\x1b" not in fault and "\\u001b" in fault
+@pytest.mark.parametrize("character", ["\x1b", "\x9b", "\u202e"])
+def test_control_characters_do_not_reach_the_terminal(tmp_path, character):
+    (fault,) = faults(write(tmp_path, ""), [f"run.name={character}[31m"])
+    assert character not in fault and f"\\u{ord(character):04x}" in fault
 
 
 def test_a_long_value_is_cut(tmp_path):

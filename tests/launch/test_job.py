@@ -31,10 +31,10 @@ def survivors(text):
     return alive
 
 
-def job(ranks, *how):
+def job(ranks, *how, **env):
     return subprocess.run(
         [sys.executable, HERE / "parent_script.py", str(ranks), *map(str, how)],
-        env=ENV,
+        env=ENV | env,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -111,15 +111,16 @@ def test_a_rank_that_vanishes_without_an_error_is_no_success():
 
 
 @contextlib.contextmanager
-def endless_job(how="hang"):
+def endless_job(how="hang", **env):
     """Start a job that never ends; yield its parent and what its ranks printed."""
     parent = subprocess.Popen(
         [sys.executable, HERE / "parent_script.py", "3", how],
-        env=ENV,
+        env=ENV | env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     with parent:
         try:
@@ -131,16 +132,22 @@ def endless_job(how="hang"):
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_an_interrupted_job_ends_whole(name):
     with endless_job() as (parent, printed):
-        parent.send_signal(getattr(signal, name))
+        # A terminal sends its signals to the whole group of processes.
+        os.killpg(parent.pid, getattr(signal, name))
         out, err = parent.communicate(timeout=60)
     assert parent.returncode == 1
     (line,) = err.splitlines()
     assert line.startswith("mpisim: interrupted by ") and name in line
+    assert out == ""
     assert len(pids(printed)) == 3 and not survivors(printed)
 
 
-def test_a_job_whose_launcher_is_killed_ends_whole():
-    with endless_job() as (parent, printed):
+def leftovers(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_job_whose_launcher_is_killed_ends_whole_and_leaves_nothing(tmp_path):
+    with endless_job(TMPDIR=str(tmp_path)) as (parent, printed):
         children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
         if not children.exists():
             pytest.skip("needs Linux to find the launcher")
@@ -151,6 +158,7 @@ def test_a_job_whose_launcher_is_killed_ends_whole():
     (line,) = err.splitlines()
     assert "the launcher must outlive its ranks" in line
     assert len(pids(printed)) == 3 and not survivors(printed)
+    assert leftovers(tmp_path) == set()
 
 
 def test_output_that_nobody_reads_ends_the_job():
@@ -217,22 +225,21 @@ def test_a_message_stands_below_a_progress_bar():
     assert 0 <= text.find("terminal=True 50%|#####     |") < text.find(said)
 
 
-def test_nothing_is_left_in_shared_memory_or_the_temporary_folder(tmp_path):
-    def left():
-        names = {path.name for path in Path("/dev/shm").glob("*mpi*")} if shm else set()
-        return names | {path.name for path in tmp_path.iterdir()}
+def test_a_job_with_a_killed_rank_leaves_nothing(tmp_path):
+    done = job(2, "signal-SIGKILL", 1, TMPDIR=str(tmp_path))
+    assert done.returncode == 1
+    assert leftovers(tmp_path) == set()
 
-    shm = Path("/dev/shm").is_dir()
-    before = left()
+
+def test_ranks_that_say_nothing_are_no_success():
+    code = "import sys; from mpisim.launch import launch; "
+    code += "sys.exit(launch([sys.executable, '-c', 'pass'], 2))"
     done = subprocess.run(
-        [sys.executable, HERE / "parent_script.py", "2", "signal-SIGKILL", "1"],
-        env=ENV | {"TMPDIR": str(tmp_path)},
-        capture_output=True,
-        timeout=120,
-        check=False,
+        [sys.executable, "-c", code], env=ENV, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert left() == before
+    (line,) = done.stderr.splitlines()
+    assert "every rank must run to the end of the job; got 0 of 2 done." in line
 
 
 OTHER = {".venv": ".venv-mpich", ".venv-mpich": ".venv"}

@@ -36,7 +36,7 @@ def segmented(tmp_path_factory):
         "run": {"name": "large", "dir": str(folder)},
         "data": {"kind": "regression", "num_rows": 40, "num_features": 768},
         "model": {"hidden": [1024]},
-        "train": {"steps": 2, "global_batch": 8},
+        "train": {"steps": 2, "global_batch": 6},
         "comm": {"algorithm": "ring"},
     }
     run_dir = mpisim.run(config, ranks=3, transport="local").path
@@ -250,7 +250,10 @@ def test_an_op_that_never_ended_is_closed_and_flagged():
         header={"rank": 4},
         plans={0: PLAN},
         programs={0: program},
-        ops=[(0, 0, np.array([[1.0, 2.0], [2.0, np.nan]])), (1, 0, np.array([[3.0, 0.0], [3.5, 4.0]]))],
+        ops=[
+            (0, 0, np.array([[1.0, 2.0], [2.0, np.nan]])),
+            (1, 0, np.array([[3.0, 0.0], [3.5, 4.0]])),
+        ],
         runs=[(0, 0, np.array([[2.0, 2.5, np.nan]]))],
     )  # fmt: skip
     events = [json.loads(line) for line in event_lines([trace])]

@@ -1,0 +1,10 @@
+"""Makes the helpers of these tests importable."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+folder = Path(__file__).parents[1] / "engine"
+if str(folder) not in sys.path:
+    sys.path.insert(0, str(folder))

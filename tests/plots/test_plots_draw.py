@@ -1,0 +1,271 @@
+"""`draw` functions on data made by hand: what is drawn, with which units and titles."""
+
+from __future__ import annotations
+
+import colorsys
+import json
+import shutil
+
+import numpy as np
+import pytest
+from matplotlib.collections import PolyCollection
+
+from mpisim.report.traces import Overlap
+
+
+def bars(ax):
+    return [patch for container in ax.containers for patch in container]
+
+
+def legend_texts(figure):
+    return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+
+
+def test_bytes_by_kind_has_a_measured_and_a_predicted_bar_per_rank(plots, figure):
+    module = plots("bytes_by_kind")
+    counts = {"dp all_reduce": [2048, 4096, 6144], "control gather": [0, 7, 7]}
+    module.draw(figure, module.BytesByKind("title", counts, counts))
+    left, right = figure.axes
+    assert len(bars(left)) == len(bars(right)) == 6
+    assert [bar.get_height() for bar in bars(left)] == [2, 4, 6, 2, 4, 6]
+    assert left.get_ylabel() == "bytes sent over the whole run (KiB)"
+    assert right.get_ylabel() == "bytes sent over the whole run (bytes)"
+    assert left.get_xlabel() == "rank"
+    assert "measured - predicted = 0" in figure.get_suptitle()
+    assert "difference 0" in left.get_title(loc="left")
+
+
+def test_bytes_by_kind_shouts_a_difference(plots, figure):
+    module = plots("bytes_by_kind")
+    data = module.BytesByKind("title", {"dp all_reduce": [10, 7]}, {"dp all_reduce": [9, 9]})
+    module.draw(figure, data)
+    assert "MEASURED AND PREDICTED DIFFER by 3 bytes" in figure.get_suptitle()
+
+
+def test_bytes_by_kind_without_a_prediction(plots, figure):
+    module = plots("bytes_by_kind")
+    module.draw(figure, module.BytesByKind("title", {"dp all_reduce": [1024, 1024]}, None))
+    assert len(bars(figure.axes[0])) == 2
+    assert figure.axes[0].get_ylabel() == "bytes sent so far (KiB)"
+    assert legend_texts(figure) == ["measured: read off the trace"]
+
+
+def test_bytes_matrix_shows_both_and_frames_what_differs(plots, figure):
+    module = plots("bytes_matrix")
+    measured, predicted = [[0, 1 << 20], [5, 0]], [[0, 1 << 20], [4, 0]]
+    module.draw(figure, module.BytesMatrix("title", measured, predicted))
+    left, right = figure.axes[:2]
+    assert [text.get_text() for text in left.texts] == ["1.00\nMiB", "5\nB"]
+    assert [text.get_text() for text in right.texts] == ["1.00\nMiB", "4\nB"]
+    # The frame is at (receiver 0, sender 1).
+    (frame,) = left.patches
+    assert (round(frame.get_x()), round(frame.get_y())) == (0, 1)
+    assert "DIFFER by 1 bytes" in figure.get_suptitle()
+    assert left.get_ylabel() == "sending rank" and left.get_xlabel() == "receiving rank"
+    assert figure.axes[-1].get_ylabel() == "bytes over the whole run (MiB)"
+
+
+def test_bytes_matrix_says_when_all_is_equal(plots, figure):
+    module = plots("bytes_matrix")
+    module.draw(figure, module.BytesMatrix("title", [[0, 3], [4, 0]], [[0, 3], [4, 0]]))
+    assert "7 bytes in all; measured - predicted = 0 in every cell" in figure.get_suptitle()
+    assert not figure.axes[0].patches
+
+
+def test_stalls_stack_causes_and_write_the_share(plots, figure):
+    module = plots("stalls")
+    spent = {
+        0: {("dp", "recv"): 0.2, ("dp", "send"): 0.1, ("control", "recv"): 0.1},
+        1: {("dp", "recv"): 0.4, ("control", "send"): 0.2},
+    }
+    module.draw(figure, module.Stalls("title", spent, 2.0))
+    (ax,) = figure.axes
+    assert len(bars(ax)) == 4 * 2
+    last = ax.containers[-1]
+    ends = [bar.get_x() + bar.get_width() for bar in last]
+    assert ends == pytest.approx([400, 600])
+    assert "(ms)" in ax.get_xlabel()
+    assert [text.get_text() for text in ax.texts] == ["400 ms = 20%", "600 ms = 30%"]
+    assert "mean over ranks 500 ms, 25% of the step time" in figure.get_suptitle()
+    assert len(legend_texts(figure)) == 4
+
+
+def test_step_time_marks_percentiles_and_leaves_warm_up_out(plots, figure):
+    module = plots("step_time")
+    seconds = [9.0, 9.0, *([0.010] * 98), 0.020, 0.030]
+    module.draw(figure, module.StepTime("title", list(range(102)), seconds, 2))
+    left, right = figure.axes
+    assert left.get_ylabel() == "time of a step (ms)"
+    assert right.get_xlabel() == "number of steps"
+    assert sum(patch.get_width() for patch in right.patches) == 100
+    assert "p50 10 ms, p95 10 ms, p99 20.1 ms over 100 steps" in figure.get_suptitle()
+    # Two warm-up steps of 9 s do not flatten the others.
+    assert left.get_ylim()[1] < 40
+    assert "2 of the warm-up above the scale" in left.get_title(loc="left")
+    levels = sorted(line.get_ydata()[0] for line in right.lines)
+    assert levels == pytest.approx([10, 10, 20.1])
+
+
+def test_convergence_draws_curves_points_and_named_baselines(plots, figure):
+    module = plots("convergence")
+    data = module.Convergence(
+        "title", "nats per byte", list(range(40)), [5 - 0.05 * n for n in range(40)],
+        [(19, 4.1), (39, 3.0)], {"unigram entropy": 4.0, "bigram": 3.9},
+    )  # fmt: skip
+    module.draw(figure, data)
+    (ax,) = figure.axes
+    assert ax.get_ylabel() == "loss (nats per byte)"
+    assert legend_texts(figure) == [
+        "training loss of each step", "its centred mean over 3 steps", "held-out loss",
+    ]  # fmt: skip
+    assert [text.get_text() for text in ax.texts] == ["bigram\n3.900", "unigram entropy\n4.000"]
+    assert "held out 3.000 after step 39, 25.0% below the unigram entropy" in figure.get_suptitle()
+    flat = [line for line in ax.lines if len(set(line.get_ydata())) == 1]
+    assert sorted(line.get_ydata()[0] for line in flat) == [3.9, 4.0]
+
+
+def test_convergence_takes_a_logarithmic_scale_for_wide_ranges(plots, figure):
+    module = plots("convergence")
+    module.draw(figure, module.Convergence("title", "squared error", [0, 1, 2], [50.0, 1.0, 0.1]))
+    assert figure.axes[0].get_yscale() == "log"
+    assert figure.axes[0].get_ylabel() == "loss (squared error), logarithmic"
+
+
+def test_centred_mean_neither_leads_nor_lags(plots):
+    module = plots("convergence")
+    line = [float(n) for n in range(9)]
+    assert module.centred_mean(line, 2) == pytest.approx(line)
+    assert module.centred_mean([0.0, 3.0, 0.0], 1) == [0.0, 1.0, 0.0]
+
+
+def test_labels_that_are_too_close_are_moved_apart(plots):
+    places = plots("convergence").spread([0.50, 0.51, 0.9], 0.1)
+    assert np.diff(places).min() >= 0.1 - 1e-6
+    assert places[2] == 0.9
+
+
+def test_timeline_draws_every_op_and_message_in_its_row(plots, figure):
+    module = plots("timeline")
+    lanes = [
+        module.Lane(
+            rank,
+            ops=[(0.0, 0.004, "Forward", "head"), (0.005, 0.010, "wait dp", "")],
+            gaps=[(0.004, 0.005)],
+            messages=[(0.001, 0.003, 0), (0.005, 0.007, "control")],
+        )
+        for rank in (0, 1)
+    ]
+    module.draw(figure, module.Timeline("title", lanes, Overlap(4, 3)))
+    (ax,) = figure.axes
+    collections = [item for item in ax.collections if isinstance(item, PolyCollection)]
+    # Two ops and the gap between them; two messages.
+    assert [len(item.get_paths()) for item in collections] == [3, 2, 3, 2]
+    for number, item in enumerate(collections):
+        places = item.get_paths()[0].vertices[:, 1]
+        row = number // 2
+        assert row - 0.5 < places.min() < places.max() < row + 0.5
+    assert ax.get_xlabel() == "time since the first op shown (ms)"
+    assert ax.get_xlim() == (0, 10)
+    assert [text.get_text() for text in ax.texts] == ["head", "head"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["rank 0", "rank 1"]
+    assert "75% of the ring steps" in figure.get_suptitle()
+    assert legend_texts(figure) == [
+        "forward", "wait for gradients (dp)", "received: bucket 0, 2, ...", "received: scalars",
+    ]  # fmt: skip
+
+
+def test_timeline_shows_a_middle_step_after_warm_up(plots, runs):
+    data = plots("timeline").load(runs["several"])
+    assert data.title.startswith("Timeline of step 5 ")
+    assert [lane.rank for lane in data.lanes] == [0, 1, 2]
+    kinds = [key for _, _, key, _ in data.lanes[0].ops]
+    assert kinds[0] == "wait control" and kinds.count("OptimizerStep") == 1
+    assert min(start for lane in data.lanes for start, *_ in lane.ops) == 0
+    for lane in data.lanes:
+        assert len(lane.gaps) == len(lane.ops) - 1
+        assert all(start <= end for start, end, *_ in [*lane.ops, *lane.gaps, *lane.messages])
+
+
+def test_timeline_shows_evaluations_only_between_steps(plots, runs):
+    module = plots("timeline")
+    # Step 3 is followed by an evaluation.
+    assert sum(key == "LoadBatch" for _, _, key, _ in module.load(runs["one"], 3).lanes[0].ops) == 2
+    two = module.load(runs["one"], 3, 2)
+    assert "steps 3 to 4" in two.title
+    assert sum(key == "OptimizerStep" for _, _, key, _ in two.lanes[0].ops) == 2
+    assert sum(key == "LoadBatch" for _, _, key, _ in two.lanes[0].ops) > 4
+
+
+def curve(module, **live):
+    arrays = {name: np.array(values, dtype=float) for name, values in live.items()}
+    return module.Curve("training step 1", np.array([0.0, 0.001, 0.002, 0.004]), arrays)
+
+
+def test_memory_holds_each_level_until_the_next_op_ends(plots, figure):
+    module = plots("memory")
+    made = curve(module, params=[1024, 1024, 1024], activations=[0, 2048, 0])
+    lines = {"predicted peak": 4096, "measured peak": 4096, "budget": 5000}
+    module.draw(figure, module.Memory("title", [made], lines))
+    (ax,) = figure.axes
+    top = ax.collections[-1].get_paths()[0].vertices
+    # In KiB and ms: 1 until the second op ends at 2 ms, 3 until the third ends at 4 ms.
+    assert top[(top[:, 0] > 0) & (top[:, 0] < 1.999), 1].max() == 1
+    between = top[(top[:, 0] > 1.999) & (top[:, 0] < 4)]
+    assert between[:, 1].max() == 3
+    assert ax.get_ylabel() == "live bytes (KiB)"
+    assert ax.get_xlabel() == "time since its start (ms)"
+    assert ax.get_ylim()[1] > 5000 / 1024
+    assert [line.get_ydata()[0] * 1024 for line in ax.lines] == [4096, 4096, 5000]
+    assert legend_texts(figure) == [
+        "activations", "params", "predicted peak: 4.00 KiB", "measured peak: 4.00 KiB",
+        "budget: 4.88 KiB",
+    ]  # fmt: skip
+
+
+def test_memory_budget_comes_from_the_config_when_it_has_one(plots, runs, tmp_path):
+    module = plots("memory")
+    assert "budget" not in module.load(runs["several"]).lines
+    run = shutil.copytree(runs["several"], tmp_path / "budgeted")
+    record = json.loads((run / "run.json").read_text())
+    record["config"]["memory"] = {"budget_bytes": 12345}
+    (run / "run.json").write_text(json.dumps(record))
+    assert module.load(run).lines["budget"] == 12345
+
+
+def test_memory_shows_a_step_and_an_evaluation_that_never_pass_the_peak(plots, runs):
+    data = plots("memory").load(runs["several"])
+    assert [made.name.split()[0] for made in data.curves] == ["training", "evaluation"]
+    assert data.lines["predicted peak"] == data.lines["measured peak"]
+    for made in data.curves:
+        assert len(made.time_s) == len(made.live_bytes["params"]) + 1
+        assert (np.diff(made.time_s) >= 0).all()
+        assert sum(made.live_bytes.values()).max() <= data.lines["measured peak"]
+
+
+def test_colours_of_one_picture_can_be_told_apart(plots):
+    common = plots("common")
+
+    def lightness(colour):
+        red, green, blue = (int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5))
+        return colorsys.rgb_to_hls(red, green, blue)[
+            1
+        ], 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    for palette in (
+        {**common.OP_COLOURS, **common.WAIT_COLOURS},
+        common.STALL_COLOURS,
+        common.MEMORY_COLOURS,
+    ):
+        colours = list(palette.values())
+        assert len(set(colours)) == len(colours)
+        luminance = sorted(lightness(colour)[1] for colour in colours)
+        assert luminance[-1] - luminance[0] > 0.15
+
+
+def test_units_fit_the_numbers(plots):
+    common = plots("common")
+    assert common.byte_unit(5 << 20) == (1 << 20, "MiB")
+    assert common.byte_unit(1023) == (1.0, "bytes")
+    assert common.time_unit(0.5) == (1e-3, "ms")
+    assert common.time_unit(2e-5) == (1e-6, "us")
+    assert common.time_unit(3) == (1.0, "s")
