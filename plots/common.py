@@ -26,7 +26,7 @@ STYLE = Path(__file__).with_name("mpisim.mplstyle")
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
-GREY, LIGHT_GREY, DARK_GREY = "#999999", "#D9D9D9", "#444444"
+GREY, LIGHT_GREY, MID_GREY, DARK_GREY = "#999999", "#D9D9D9", "#666666", "#444444"
 
 OP_COLOURS = {
     "LoadBatch": YELLOW,
@@ -34,7 +34,7 @@ OP_COLOURS = {
     "Backward": BLUE,
     "OptimizerStep": GREEN,
     "StartSync": DARK_GREY,
-    "other compute": GREY,
+    "other compute": BLACK,
 }
 WAIT_COLOURS = {"dp": ORANGE, "control": LIGHT_GREY}
 STALL_COLOURS = {

@@ -91,7 +91,7 @@ def spread(places: list[float], gap: float) -> list[float]:
 def draw(fig: Figure, data: Convergence) -> None:
     """Draw the curves; baselines are named at the right edge."""
     ax = fig.subplots()
-    reach = max(1, len(data.losses) // 40)
+    reach = max(1, len(data.losses) // 100)
     window = 2 * reach + 1
     smooth = centred_mean(data.losses, reach)
     ax.plot(data.steps, data.losses, color=SKY, linewidth=0.9, label="training loss of each step")

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from common import (
     GREY,
+    MID_GREY,
     OP_COLOURS,
     PURPLE,
     VERMILION,
@@ -46,7 +47,7 @@ KIND_LABELS = {
     "other compute": "other compute",
 }
 WAIT_LABELS = {"dp": "wait for gradients (dp)", "control": "wait for scalars (control)"}
-MESSAGE_COLOURS = {0: VERMILION, 1: PURPLE, "control": GREY}
+MESSAGE_COLOURS = {0: VERMILION, 1: PURPLE, "control": MID_GREY}
 MESSAGE_LABELS = {
     0: "received: bucket 0, 2, ...",
     1: "received: bucket 1, 3, ...",

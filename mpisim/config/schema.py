@@ -42,9 +42,9 @@ class DataSection(Section):
 
     kind: Literal["stdlib", "text", "regression"] = "stdlib"
     """`stdlib`: the running Python's own standard library sources as bytes; `text`: the bytes of
-    the file `path`; `regression`: seeded synthetic rows."""
+    the file `path`, or the tokens 0..255 of a .npy file; `regression`: seeded synthetic rows."""
     path: str | None = None
-    """File for kind `text` (bytes), required there and refused elsewhere."""
+    """File for kind `text`, required there and refused elsewhere."""
     window: Annotated[int, Field(ge=1, le=4096)] = 8
     """Context length in bytes: this many bytes predict the next one (kinds stdlib and text)."""
     max_bytes: NonNegativeInt = 0

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mpisim.data.tokens import read_token_file
 from mpisim.errors import ConfigError
 from mpisim.layouts.chunks import chunk_bounds
 
@@ -195,7 +196,8 @@ def load_text(
     Parameters
     ----------
     kind : {"stdlib", "text"}
-        The running Python's standard library sources, or the file `path`.
+        The running Python's standard library sources, or the file `path`: its bytes, or the
+        tokens of an array file whose name ends in ``.npy``.
     window : int
         Bytes that predict the next one, >= 1.
     path : path-like, optional
@@ -229,7 +231,8 @@ def load_text(
         if path is None:
             raise ConfigError('data.path must be set for data.kind "text"; got none. Set it.')
         name = Path(path).name
-        documents = [_read_file(path, max_bytes)]
+        tokens = Path(path).suffix == ".npy"
+        documents = [(read_token_file if tokens else _read_file)(path, max_bytes)]
     num_bytes = sum(map(len, documents))
     _require_length(num_bytes, window, kind, path, max_bytes)
     digest = hashlib.sha256()

@@ -43,11 +43,17 @@ class TraceWriter:
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
-        os.write(self._file, MAGIC)
+        self._write_all(MAGIC)
 
     def write(self, kind: int, ident: int, step: int, payload: bytes) -> None:
         """Append one record."""
-        os.write(self._file, _HEAD.pack(kind, ident, step, len(payload)) + payload)
+        self._write_all(_HEAD.pack(kind, ident, step, len(payload)) + payload)
+
+    def _write_all(self, data: bytes) -> None:
+        # A nearly full disk takes a part; going on behind a part would garble the file.
+        rest = memoryview(data)
+        while len(rest):
+            rest = rest[os.write(self._file, rest) :]
 
     def close(self) -> None:
         """Close the file."""
@@ -111,6 +117,18 @@ def read_rank(path: Path) -> RankTrace:
             f"run directory of a traced run."
         )
     trace = RankTrace()
+    try:
+        _collect(data, trace)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"trace file must hold whole records; got a damaged one in {path} ({error}). Use "
+            f"another run, or the ranks whose files are whole."
+        ) from None
+    return trace
+
+
+def _collect(data: bytes, trace: RankTrace) -> None:
+    """Add the records of a file to `trace`, up to the last complete one."""
     for record in _records(data):
         if record is None:
             trace.truncated = True
@@ -132,7 +150,6 @@ def read_rank(path: Path) -> RankTrace:
             elif kind == MEMORY:
                 width = 2 + len(trace.header["memory_categories"])
                 trace.memory.append((step, ident, values.reshape(-1, width)))
-    return trace
 
 
 def read_run(run_dir: Path) -> list[RankTrace]:

@@ -166,7 +166,7 @@ def start_engine(
             model=model, mesh=Mesh(dp=dp), transport=transport,
             optimizer=optimizer or OptimizerSection(kind="sgd", lr=0.125, momentum=0.0),
             buckets=plans[0].buckets, seed=seed, dtype=dtype.name, algorithm=algorithm,
-            recorder=Recorder(),
+            recorder=Recorder(), overlap=overlap,
         )  # fmt: skip
         outcome.states[transport.rank] = state
         for name, values in (start or {}).items():

@@ -191,3 +191,14 @@ def test_no_scratch_is_kept_that_the_ledger_does_not_count(hidden, dp):
         for kept, counted in rank:
             assert kept == counted
             assert counted or dp == 1
+
+
+@pytest.mark.parametrize("dp", [2, 3, 4])
+@pytest.mark.parametrize("algorithm", ["auto", "ring"])
+def test_scratch_of_buckets_beyond_the_latency_size(tmp_path, algorithm, dp):
+    """Buckets of 96 KiB and of 20 KiB take different algorithms under `auto`."""
+    config = make_config(
+        tmp_path, data={"num_features": 40, "num_rows": 60}, model={"hidden": [300, 8]},
+        parallel={"bucket_bytes": 1}, comm={"algorithm": algorithm}, train={"steps": 1},
+    )  # fmt: skip
+    assert_forecast_is_exact(train(config, dp))

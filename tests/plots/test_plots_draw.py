@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import colorsys
+import itertools
 import json
 import shutil
 
@@ -242,24 +242,53 @@ def test_memory_shows_a_step_and_an_evaluation_that_never_pass_the_peak(plots, r
         assert sum(made.live_bytes.values()).max() <= data.lines["measured peak"]
 
 
-def test_colours_of_one_picture_can_be_told_apart(plots):
+# Linear RGB as full colour blindness of each kind sees it (Machado, Oliveira, Fernandes 2009).
+VISION = {
+    "normal": np.eye(3),
+    "protanopia": np.array(
+        [
+            [0.152286, 1.052583, -0.204868],
+            [0.114503, 0.786281, 0.099216],
+            [-0.003882, -0.048116, 1.051998],
+        ]
+    ),
+    "deuteranopia": np.array(
+        [
+            [0.367322, 0.860646, -0.227968],
+            [0.280085, 0.672501, 0.047413],
+            [-0.011820, 0.042940, 0.968881],
+        ]
+    ),
+}
+
+
+def lab(colour, vision):
+    """Return a colour in CIE Lab, as `vision` sees it."""
+    rgb = np.array([int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)])
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    linear = np.clip(VISION[vision] @ linear, 0, 1)
+    to_xyz = np.array(
+        [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    )
+    x, y, z = np.cbrt(to_xyz @ linear / np.array([0.9505, 1.0, 1.089]))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_colours_of_one_picture_can_be_told_apart(plots, vision):
     common = plots("common")
-
-    def lightness(colour):
-        red, green, blue = (int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5))
-        return colorsys.rgb_to_hls(red, green, blue)[
-            1
-        ], 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-    for palette in (
-        {**common.OP_COLOURS, **common.WAIT_COLOURS},
-        common.STALL_COLOURS,
-        common.MEMORY_COLOURS,
-    ):
-        colours = list(palette.values())
-        assert len(set(colours)) == len(colours)
-        luminance = sorted(lightness(colour)[1] for colour in colours)
-        assert luminance[-1] - luminance[0] > 0.15
+    palettes = {
+        "ops": [*common.OP_COLOURS.values(), *common.WAIT_COLOURS.values()],
+        "messages": [*plots("timeline").MESSAGE_COLOURS.values()],
+        "stalls": [*common.STALL_COLOURS.values()],
+        "memory": [*common.MEMORY_COLOURS.values()],
+        "bars": [common.MEASURED, common.PREDICTED],
+        "percentiles": [*plots("step_time").PERCENTILES.values()],
+    }
+    for name, colours in palettes.items():
+        for first, second in itertools.combinations(colours, 2):
+            distance = np.linalg.norm(lab(first, vision) - lab(second, vision))
+            assert distance > 15, (name, first, second)
 
 
 def test_units_fit_the_numbers(plots):
