@@ -8,7 +8,6 @@ exit status here; nothing else in the package prints or exits.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -60,10 +59,6 @@ def main(arguments: list[str] | None = None) -> int:
         return _complain(str(error), _WRONG_USE)
     except MpisimError as error:
         return _complain(str(error), _FAILED)
-    except BrokenPipeError:
-        # The reader has gone, as after `| head`; nothing may be flushed into it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _FAILED
     except OSError as error:
         if error.filename is None:
             raise
@@ -124,6 +119,22 @@ class _Sizes(click.ParamType):
                 self.fail(f"{word!r} is no size. Write for example 1KiB,64KiB,4MiB.", param, ctx)
             sizes.append(int(digits) * self._units[unit])
         return tuple(sizes)
+
+
+class _Steps(click.ParamType):
+    """A range of steps such as 100:110."""
+
+    name = "steps"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        first, colon, end = value.partition(":")
+        if not (colon and first.isdigit() and end.isdigit() and int(first) < int(end)):
+            self.fail(f"steps must be FIRST:END with FIRST below END; got {value!r}.", param, ctx)
+        return int(first), int(end)
 
 
 def _complete_override(_ctx: Any, _param: Any, incomplete: str) -> list[str]:
@@ -298,12 +309,18 @@ def trace() -> None:
     type=click.Path(dir_okay=False, path_type=Path),
     help="File to write; by default RUN/perfetto.json.",
 )
-def trace_export(run: Path, form: str, out: Path | None) -> None:
+@click.option(
+    "--steps",
+    type=_Steps(),
+    metavar="FIRST:END",
+    help="Only these steps, like 100:110 (END left out); by default all.",
+)
+def trace_export(run: Path, form: str, out: Path | None, steps: tuple[int, int] | None) -> None:
     """Write the trace of RUN for a viewer (Chrome JSON)."""
     from mpisim.report import export_perfetto
 
     out = out or run / "perfetto.json"
-    export_perfetto(run, out)
+    export_perfetto(run, out, steps)
     click.echo(f"wrote {out}")
 
 

@@ -62,8 +62,10 @@ def draw(fig: Figure, data: StepTime) -> None:
     fig.set_size_inches(11, 4.8)
     left, right = fig.subplots(1, 2, sharey=True, width_ratios=[2.2, 1])
     cut = data.warmup_steps
-    left.scatter(data.steps[:cut], [v / size for v in data.seconds[:cut]], s=14, color=GREY)
-    left.scatter(data.steps[cut:], [v / size for v in steady], s=14, color=BLUE)
+    # Many steps get smaller points, or they would be one blot.
+    area = min(14.0, max(4.0, 4000 / len(data.steps)))
+    left.scatter(data.steps[:cut], [v / size for v in data.seconds[:cut]], s=area, color=GREY)
+    left.scatter(data.steps[cut:], [v / size for v in steady], s=area, color=BLUE)
     if cut:
         left.axvspan(data.steps[0] - 0.5, data.steps[cut - 1] + 0.5, color=LIGHT_GREY, alpha=0.5)
     left.set_xlim(data.steps[0] - 0.5, data.steps[-1] + 0.5)

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpisim.engine.metrics import fill_metrics
 from mpisim.engine.state import EngineState
+from mpisim.errors import MpisimError
 from mpisim.nn.layers import LayerContext
 from mpisim.nn.optim import (
     adamw_update,
@@ -126,6 +127,19 @@ def optimizer_step(state: EngineState, op: OptimizerStep) -> None:
     if coefficient != 1.0:
         for bucket in state.buckets:
             bucket *= coefficient
+    try:
+        with np.errstate(invalid="raise"):
+            _update(state)
+    except FloatingPointError as error:
+        # With eps = 0 an element that has only seen zero gradients is 0/0, and no norm shows it.
+        raise MpisimError(
+            f"the update must be finite; got {error} at step {step.step}. Set optimizer.eps above "
+            f"0, or lower optimizer.lr."
+        ) from None
+
+
+def _update(state: EngineState) -> None:
+    step, settings = state.step, state.optimizer
     for name, param in state.params.items():
         decay = settings.weight_decay if decay_applies(param.shape) else 0.0
         moments = state.moments[name]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from mpisim.engine.handlers import HANDLERS
 from mpisim.engine.state import EngineState, LoadRows, StepState
 from mpisim.nn.optim import learning_rate
@@ -66,14 +68,17 @@ class Engine:
         recorder.step = current.step
         stamp, clock, dp = recorder.op_stamps.append, recorder.clock, state.dp
         remember = recorder.enabled and self._memory_left[number] > 0
-        for index, op in enumerate(ops):
-            stamp(clock())
-            HANDLERS[type(op)](state, op)
-            stamp(clock())
-            if not dp.idle:
-                dp.advance()
-            if remember:
-                recorder.add_memory(index, state.ledger.vector())
+        # A number that is not finite shows in the gradient norm, which ends the job with one clear
+        # error; NumPy's warnings on the way there would only surround it.
+        with np.errstate(over="ignore", invalid="ignore"):
+            for index, op in enumerate(ops):
+                stamp(clock())
+                HANDLERS[type(op)](state, op)
+                stamp(clock())
+                if not dp.idle:
+                    dp.advance()
+                if remember:
+                    recorder.add_memory(index, state.ledger.vector())
         if remember:
             self._memory_left[number] -= 1
         recorder.end_step(number)

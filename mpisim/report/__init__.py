@@ -67,7 +67,9 @@ def report_text(run_dir: Path | str) -> str:
     return make_text(make_rows(load_run(run_dir)))
 
 
-def export_perfetto(run_dir: Path | str, out: Path | str) -> None:
+def export_perfetto(
+    run_dir: Path | str, out: Path | str, steps: tuple[int, int] | None = None
+) -> None:
     """Write the trace of a run as Chrome JSON, in one piece (see `mpisim.report.perfetto`).
 
     Parameters
@@ -75,6 +77,8 @@ def export_perfetto(run_dir: Path | str, out: Path | str) -> None:
     run_dir : Path or str
     out : Path or str
         File to write or replace.
+    steps : (int, int), optional
+        First step, and the first one that is left out again; by default all.
 
     Raises
     ------
@@ -85,4 +89,4 @@ def export_perfetto(run_dir: Path | str, out: Path | str) -> None:
     """
     from mpisim.report.perfetto import export
 
-    export(Path(run_dir), Path(out))
+    export(Path(run_dir), Path(out), steps)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpisim.errors import CheckpointError
-from mpisim.report.traces import read_traces
+from mpisim.report.traces import read_traces, select_steps
 from mpisim.trace.events import ACTIVITIES, ProgramTable
 from mpisim.trace.store import (
     RankTrace,
@@ -55,7 +55,7 @@ class _Event(NamedTuple):
     text: str
 
 
-def export(run_dir: Path, out: Path) -> None:
+def export(run_dir: Path, out: Path, steps: tuple[int, int] | None = None) -> None:
     """Write the trace of a run; see the module docstring.
 
     Parameters
@@ -63,13 +63,22 @@ def export(run_dir: Path, out: Path) -> None:
     run_dir : Path
     out : Path
         Written in one piece: whatever happens, it is complete JSON or what it was before.
+    steps : (int, int), optional
+        First step, and the first one that is left out again.
 
     Raises
     ------
     CheckpointError
-        The run has no trace.
+        The run has no trace, or none of these steps.
     """
     traces, left_out = read_traces(run_dir)
+    if steps is not None:
+        traces = [select_steps(trace, *steps) for trace in traces]
+        if traces and not any(trace.ops for trace in traces):
+            raise CheckpointError(
+                f"steps must lie in the run; got {steps[0]}:{steps[1]}, of which {run_dir} has "
+                f"none. Leave --steps out to see all."
+            )
     if not traces:
         got = f"{left_out} that end before their first record" if left_out else "none"
         raise CheckpointError(

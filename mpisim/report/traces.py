@@ -57,6 +57,15 @@ def training_part(trace: RankTrace) -> RankTrace:
     return replace(trace, ops=[item for item in trace.ops if item[1] in training])
 
 
+def select_steps(trace: RankTrace, first: int, end: int) -> RankTrace:
+    """Return the part of a trace that belongs to steps `first` to `end` - 1."""
+
+    def part(records: list) -> list:
+        return [record for record in records if first <= record[0] < end]
+
+    return replace(trace, ops=part(trace.ops), runs=part(trace.runs), memory=part(trace.memory))
+
+
 def stall_totals(trace: RankTrace) -> dict[tuple[str, str], float]:
     """Return a rank's stall seconds by (axis, cause), as summary.json has them.
 

@@ -86,7 +86,10 @@ def train_on(transport: Transport, setup: Setup, job: Job, overwrite: bool) -> E
         overlap=config.parallel.overlap,
     )  # fmt: skip
     trainer = _Trainer(transport, setup, job, data, sampler, state, run_dir)
-    trainer.run()
+    try:
+        trainer.run()
+    finally:
+        trainer.close()
     check_drained(transport, [state.dp, state.control])
     trainer.write_summary()
     recorder.close()
@@ -141,6 +144,9 @@ class _Trainer:
             if (every and (step + 1) % every == 0) or step == steps - 1:
                 self._evaluate(step)
                 before = time.perf_counter()
+
+    def close(self) -> None:
+        """Close what rank 0 writes to while it trains; also after a failure."""
         if self.is_root:
             self.metrics_file.close()
             self.console.finish()

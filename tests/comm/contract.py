@@ -451,7 +451,7 @@ def check_a_slow_peer_is_waited_for(transport):
     for length in (3, LONG):
         if transport.rank == 0:
             hear(transport, 1)
-            time.sleep(0.12)
+            time.sleep(0.08)
             send(transport, np.ones(length), 1)
         elif transport.rank == 1:
             message = transport.prepare_recv(np.zeros(length), 0, CHANNEL)
@@ -482,6 +482,22 @@ def check_barrier(transport):
         assert min(left for _, left in seen) >= max(came for came, _ in seen)
 
 
+def synchronous_sends_wait(transport):
+    """With synchronous sends even a short, even an empty message waits for its receive."""
+    for length in (0, 1, 100):
+        if transport.rank == 0:
+            message = transport.prepare_send(np.ones(length), 1, CHANNEL)
+            message.start()
+            hear(transport, 1)
+            assert not any(message.test(transport.status) for _ in range(50))
+            tell(transport, 1)
+            wait(transport, message)
+        elif transport.rank == 1:
+            tell(transport, 0)
+            hear(transport, 0)
+            recv(transport, np.zeros(length), 0)
+
+
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 
@@ -491,4 +507,7 @@ def all_checks(transport, synchronous=False):
         transport.barrier()
         check(transport)
         yield check.__name__ + (" synchronous" if synchronous else "")
+    if synchronous:
+        synchronous_sends_wait(transport)
+        yield "synchronous_sends_wait"
     transport.barrier()

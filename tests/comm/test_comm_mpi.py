@@ -60,7 +60,8 @@ def collectives_on_mpi(transport):
 
 NAMES = {
     contract_on_mpi: [
-        check.__name__ + way for way in ("", " synchronous") for check in contract.CHECKS
+        *(check.__name__ + way for way in ("", " synchronous") for check in contract.CHECKS),
+        "synchronous_sends_wait",
     ],
     collectives_on_mpi: [
         *(check.__name__ for check in COLLECTIVES),

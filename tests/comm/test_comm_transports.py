@@ -37,8 +37,12 @@ def run_check(check, kind, size):
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("kind", KINDS)
 def test_contract(check, kind):
-    run_check(check, kind, 2)
-    run_check(check, kind, 3)
+    run_check(check, kind, 3 if kind in ("local", "strict") else 2)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "synchronous" in kind])
+def test_synchronous_sends_wait(kind):
+    run_check(contract.synchronous_sends_wait, kind, 2)
 
 
 def test_C074_every_tag_of_every_channel_is_in_the_promised_range():

@@ -225,6 +225,32 @@ def test_a_message_stands_below_a_progress_bar():
     assert 0 <= text.find("terminal=True 50%|#####     |") < text.find(said)
 
 
+def test_ranks_that_never_reported_are_ended_too(tmp_path):
+    code = "import sys; from mpisim.launch import launch; sys.exit(launch(['sleep', '600'], 2))"
+    mark = str(tmp_path)
+
+    def marked():
+        count = 0
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                count += mark.encode() in path.read_bytes()
+        return count
+
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=ENV | {"MPISIM_TEST": mark}, stderr=subprocess.PIPE
+    ) as parent:
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+        if not children.exists():
+            parent.kill()
+            pytest.skip("needs Linux to find the launcher")
+        while marked() < 4:  # the parent, the launcher and both ranks
+            assert parent.poll() is None
+        os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
+        parent.communicate(timeout=60)
+    assert parent.returncode == 1
+    assert marked() == 0
+
+
 def test_a_job_with_a_killed_rank_leaves_nothing(tmp_path):
     done = job(2, "signal-SIGKILL", 1, TMPDIR=str(tmp_path))
     assert done.returncode == 1

@@ -8,6 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 
 from mpisim.report.traces import Overlap
@@ -122,6 +123,17 @@ def test_convergence_draws_curves_points_and_named_baselines(plots, figure):
     assert "held out 3.000 after step 39, 25.0% below the unigram entropy" in figure.get_suptitle()
     flat = [line for line in ax.lines if len(set(line.get_ydata())) == 1]
     assert sorted(line.get_ydata()[0] for line in flat) == [3.9, 4.0]
+
+
+def test_baselines_are_named_outside_the_data_and_apart(plots, figure):
+    module = plots("convergence")
+    baselines = {"unigram entropy": 3.02, "bigram": 3.0}
+    module.draw(figure, module.Convergence("title", "nats", [0, 1], [5.0, 2.0], [], baselines))
+    FigureCanvasAgg(figure).draw()
+    (ax,) = figure.axes
+    low, high = (text.get_window_extent() for text in ax.texts)
+    assert low.y1 <= high.y0
+    assert min(low.x0, high.x0) >= ax.bbox.x1
 
 
 def test_convergence_takes_a_logarithmic_scale_for_wide_ranges(plots, figure):

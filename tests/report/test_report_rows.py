@@ -231,6 +231,13 @@ def test_a_rank_killed_before_its_first_record_is_counted(killed_run):
     assert {row["rank"] for row in section(rows, "stalls")} == {0}
 
 
+def test_bytes_that_are_no_text_are_a_damaged_line(run_copy):
+    with open(run_copy / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 9, "loss": \xff\xc3')
+    (run,) = section(report_rows(run_copy), "run")
+    assert (run["steps_made"], run["damaged_lines"]) == (9, 1)
+
+
 def test_nothing_but_a_record(run_copy):
     for path in [run_copy / "summary.json", run_copy / "metrics.jsonl"]:
         path.unlink()

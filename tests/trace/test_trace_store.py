@@ -20,6 +20,7 @@ from mpisim.trace.store import (
     expand_activities,
     expand_messages,
     expand_ops,
+    expand_stalls,
     read_rank,
     read_run,
 )
@@ -114,10 +115,9 @@ def test_a_trace_cut_anywhere_reads_up_to_the_record_before(tmp_path):
             + len(trace.ops) + len(trace.runs) + len(trace.memory)
         )  # fmt: skip
         assert found == complete, length
-        for mine, theirs in zip(trace.ops + trace.runs, full.ops, strict=False):
-            assert mine[0] == theirs[0]
-        for mine, theirs in zip(trace.runs, full.runs, strict=False):
-            assert mine[0] == theirs[0] and np.array_equal(mine[2], theirs[2])
+        for kind in ("ops", "runs", "memory"):
+            for mine, theirs in zip(getattr(trace, kind), getattr(full, kind), strict=False):
+                assert mine[:2] == theirs[:2] and np.array_equal(mine[2], theirs[2])
         # What is there can be expanded.
         assert len(expand_ops(trace)) == 2 * len(trace.ops)
         assert len(expand_activities(trace)) == 4 * sum(len(runs) for _, _, runs in trace.runs)
@@ -379,6 +379,25 @@ def test_clock_offset_shifts_every_time(tmp_path):
     ):
         for field in fields:
             assert np.allclose(expand(shifted)[field], expand(trace)[field] + 5.0)
+
+
+def test_stalls_are_the_waits_inside_blocking_ops(tmp_path):
+    """Waits beside compute cost nothing; a wait that lasts into a blocking op counts from there."""
+    path = tmp_path / "rank-0001.bin"
+    recorder = Recorder(path, HEADER)
+    program, plan = recorder.add_program(PROGRAM), recorder.add_plan(PLAN)
+    recorder.step = 3
+    recorder.op_stamps.extend([0.0, 1.0, 1.5, 4.0])  # forward, then the blocking wait
+    program.stamps.extend([0.5, 1.25, 2.0, 3.0, 5.0])  # start; recv 0, send 0, recv 1, send 1
+    recorder.end_step(plan)
+    recorder.close()
+    stalls = expand_stalls(read_rank(path))
+    found = stalls[["step", "op_index", "activity", "peer", "start_s", "end_s"]].tolist()
+    assert found == [
+        (3, 1, SEND, 1, 1.5, 2.0),
+        (3, 1, RECV, 1, 2.0, 3.0),
+        (3, 1, SEND, 1, 3.0, 4.0),
+    ]
 
 
 def test_memory_is_bounded_by_spilling(tmp_path, monkeypatch):
