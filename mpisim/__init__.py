@@ -51,6 +51,7 @@ def run(
     MpisimError
         The job failed on some rank.
     """
+    from collections.abc import Mapping
     from pathlib import Path
 
     from mpisim.config import config_from_mapping, load_config
@@ -58,6 +59,6 @@ def run(
 
     if isinstance(config, str | Path):
         config = load_config(config)
-    elif isinstance(config, dict):
+    elif isinstance(config, Mapping):
         config = config_from_mapping(config)
     return run_job(config, ranks=ranks, overwrite=overwrite, transport=transport)

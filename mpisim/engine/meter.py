@@ -32,12 +32,23 @@ class StepMeter:
             self._before[key] = total
         return moved
 
-    def stalls(self, communicator: Communicator, since_s: float) -> dict[tuple[str, str], float]:
+    def stalls(
+        self, communicator: Communicator, blocked: list[float]
+    ) -> dict[tuple[str, str], float]:
         """Return this step's stall seconds on `communicator`, by (axis, cause).
 
-        Only waiting after `since_s` counts: before it, compute went on beside the messages.
+        Parameters
+        ----------
+        communicator : Communicator
+        blocked : list of float
+            Start and end of every op that did nothing but wait on this axis, in order, seconds.
+            Only waiting inside them counts: beside it, compute went on.
         """
         seconds = np.zeros(4)
+        edges = np.array(blocked or [0.0, 0.0])
+        # Time spent blocked up to each edge; between two edges it grows with the time, or not.
+        waited = np.repeat(np.cumsum(edges[1::2] - edges[::2]), 2)
+        waited[::2] -= edges[1::2] - edges[::2]
         for program in communicator.programs():
             stamps = program.stamps
             if stamps is None or not stamps.stamps:
@@ -45,7 +56,7 @@ class StepMeter:
             codes = self._codes.get(id(program))
             if codes is None:
                 codes = self._codes[id(program)] = np.array(stamps.activity_codes)
-            times = np.maximum(np.array(stamps.stamps).reshape(-1, stamps.per_run), since_s)
+            times = np.interp(stamps.stamps, edges, waited).reshape(-1, stamps.per_run)
             spans = np.diff(times, axis=1).sum(axis=0)
             seconds += np.bincount(codes, weights=spans, minlength=4)
         return {(communicator.axis, cause): float(seconds[code]) for cause, code in _CAUSES.items()}

@@ -25,25 +25,26 @@ def fill_metrics(state: EngineState) -> None:
     stamps, kinds = recorder.op_stamps, state.plan_kinds
     done = len(stamps) // 2
     values[_INDEX["step_s"]] = recorder.clock() - stamps[0]
-    compute, first_dp_wait = 0.0, stamps[-1]
-    axis_s = {"dp": 0.0, "control": 0.0}
-    for index in range(done - 1, -1, -1):
+    compute = 0.0
+    # Start and end of every op that may wait on the axis, in order.
+    blocked: dict[str, list[float]] = {"dp": [], "control": []}
+    for index in range(done):
         axis = WAIT_AXIS.get(kinds[index])
-        span = stamps[2 * index + 1] - stamps[2 * index]
+        span = stamps[2 * index : 2 * index + 2]
         if axis is None:
-            compute += span
+            compute += span[1] - span[0]
         else:
-            axis_s[axis] += span
-            if axis == "dp":
-                first_dp_wait = stamps[2 * index]
+            blocked[axis] += span
     values[_INDEX["compute_s"]] = compute
     values[_INDEX["rows"]] = sum(state.plan_rows)
     if recorder.enabled:
-        stalls = meter.stalls(state.dp, first_dp_wait)
-        stalls |= meter.stalls(state.control, stamps[0])
+        stalls = meter.stalls(state.dp, blocked["dp"])
+        stalls |= meter.stalls(state.control, blocked["control"])
     else:
         # Without stamps inside the collectives, all time in a blocking op counts as waiting.
-        stalls = {("dp", "recv"): axis_s["dp"], ("control", "recv"): axis_s["control"]}
+        stalls = {
+            (axis, "recv"): sum(times[1::2]) - sum(times[::2]) for axis, times in blocked.items()
+        }
     for (axis, cause), seconds in stalls.items():
         values[_INDEX[f"stall_{axis}_{cause}_s"]] = seconds
         meter.stall_totals[axis, cause] += seconds

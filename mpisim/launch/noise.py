@@ -57,7 +57,7 @@ class Filter:
         for line in lines:
             out += self._line(line + b"\n", at_start)
             at_start = True
-        if self._box_end or self._held or self._may_become_banner(rest, at_start):
+        if self._box_end or self._held or self._may_become_banner(rest):
             self._partial = rest
         else:
             out += rest
@@ -78,13 +78,11 @@ class Filter:
             self._partial = self._box_end = b""
         return self.idle()
 
-    def _may_become_banner(self, rest: bytes, at_start: bool) -> bool:
+    def _may_become_banner(self, rest: bytes) -> bool:
         if not rest or len(rest) > _MAX_HELD:
             return False
-        # A progress bar has no line break: a rule may follow it on its line.
-        opening = at_start and any(
-            rest.startswith(start) or start.startswith(rest) for start in _MAY_BEGIN
-        )
+        # Looked for in the middle of a line too: a progress bar does not end its line.
+        opening = any(rest.startswith(start) or start.startswith(rest) for start in _MAY_BEGIN)
         return opening or rest.endswith((b"--", b"=="))
 
     def _passed(self, out: bytes) -> bytes:

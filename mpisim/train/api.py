@@ -58,11 +58,10 @@ def run(
     MpisimError
         The job failed; its own message is on standard error.
     """
-    num_ranks = ranks or config.parallel.dp
-    if not num_ranks:
-        raise ConfigError(
-            "the number of ranks must be given; got neither ranks nor parallel.dp. Pass ranks=N."
-        )
+    num_ranks = config.parallel.dp if ranks is None else ranks
+    if num_ranks < 1:
+        got = "neither ranks nor parallel.dp" if ranks is None else f"ranks={ranks}"
+        raise ConfigError(f"the number of ranks must be 1 or more; got {got}. Pass ranks=N.")
     check_run_dir(config, overwrite)
     path = run_dir_of(config).absolute()
     params = None

@@ -261,6 +261,7 @@ class _Trainer:
             },
         )
         self.console.summary(self.run_dir, everyone)
+        assert_replicas_equal(everyone)
 
     def _my_totals(self) -> dict[str, Any]:
         state = self.state
@@ -354,9 +355,10 @@ def _agree_and_create(transport: Transport, setup: Setup, data: Dataset, overwri
     failed = ""
     if transport.rank == 0:
         try:
+            # First all that can fail: creating the directory deletes an earlier run.
+            record = run_record(setup, transport, data, [entry[3] for entry in told])
             create_run_dir(run_dir, overwrite)
-            hosts = [entry[3] for entry in told]
-            write_json(run_dir / "run.json", run_record(setup, transport, data, hosts))
+            write_json(run_dir / "run.json", record)
         except (ConfigError, OSError) as refused:
             failed = str(refused)
     failed = transport.exchange(failed)[0]

@@ -42,7 +42,7 @@ def check_run_dir(config: RunConfig, overwrite: bool) -> None:
                 f"run directory must be new; got {path}, which exists. Set run.name to another "
                 f"name, or add --overwrite to replace it."
             )
-        if not path.is_dir() or (any(path.iterdir()) and not (path / "run.json").is_file()):
+        if path.is_symlink() or not path.is_dir() or (any(path.iterdir()) and not _is_run(path)):
             raise ConfigError(
                 f"run directory must hold an earlier run to be overwritten; got {path}, which "
                 f"holds something else. Set run.name to another name."
@@ -71,9 +71,18 @@ def create_run_dir(path: Path, overwrite: bool) -> None:
         (path / "trace").mkdir(parents=True)
     except OSError as error:
         raise ConfigError(
-            f"run.dir must be a writable folder; got {path}: {error.strerror}. Set run.dir to "
-            f"another folder."
+            f"run.dir must be a writable folder; got {path}: {error.strerror or error}. Set "
+            f"run.dir to another folder."
         ) from None
+
+
+def _is_run(path: Path) -> bool:
+    """Tell whether a folder holds a run of ours: another run.json must not cost its owner all."""
+    try:
+        record = json.loads((path / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(record, dict) and {"config", "versions"} <= record.keys()
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -53,8 +53,8 @@ def act(job):
         sys.stdout.flush()
         time.sleep(0.01)
     if culprit >= 0 or how in ("hang", "chatter", "endless-bar"):
-        # As a rank that waits for a message of the culprit: it polls, and it would wait for long.
-        end = time.monotonic() + 60
+        # As a rank that waits for a message of the culprit: it polls, and would wait for long.
+        end = time.monotonic() + 600
         while time.monotonic() < end:
             time.sleep(0.001)
     transport.close()

@@ -4,6 +4,7 @@ import contextlib
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -186,12 +187,16 @@ def on_a_terminal(*arguments):
         os.close(follower)
 
         def shown():
+            # Nothing for half a minute is the end as well: the job is stuck.
             with contextlib.suppress(OSError):  # how the end of a terminal looks
-                while data := screen.read(4096):
+                while select.select([screen], [], [], 30)[0] and (data := screen.read(4096)):
                     yield data
 
         with parent:
-            yield parent, shown()
+            try:
+                yield parent, shown()
+            finally:
+                parent.kill()
 
 
 def test_only_the_parent_knows_whether_a_person_watches():
@@ -210,6 +215,7 @@ def test_a_progress_bar_is_shown_while_it_moves():
             text += data
             if b"\rno end of line" in text:
                 break
+        assert b"\rno end of line" in text
         parent.send_signal(signal.SIGINT)
         text += b"".join(shown)
         assert parent.wait(timeout=60) == 1

@@ -77,6 +77,7 @@ def test_a_progress_bar_passes_at_once_and_hides_no_banner():
     assert quiet.feed(b"\rtrain: 50%|##   |") == b"\rtrain: 50%|##   |"
     assert quiet.feed(KILLED) == b""
     assert quiet.midline and b"signal 9" in quiet.withheld
+    assert quiet.feed(CODES[:20]) + quiet.feed(CODES[20:]) == b""
 
 
 def test_a_line_that_may_become_a_banner_is_held_for_a_moment_only():

@@ -292,3 +292,16 @@ def test_a_run_without_traces_cannot_be_exported(run_copy, tmp_path):
     with pytest.raises(CheckpointError, match="trace.enabled"):
         export_perfetto(run_copy, tmp_path / "out.json")
     assert not (tmp_path / "out.json").exists()
+
+
+def test_chosen_steps_export_alone_and_whole(finished_run, tmp_path):
+    """A part of a run has its own arrows, all of them; steps that do not exist are refused."""
+    out = tmp_path / "part.json"
+    export_perfetto(finished_run, out, (3, 5))
+    events = json.loads(out.read_text())["traceEvents"]
+    steps = {e["name"] for e in events if e["ph"] == "X" and e["name"].startswith("step ")}
+    assert steps == {"step 3", "step 4"}
+    starts = Counter(e["id"] for e in events if e["ph"] == "s")
+    assert starts and starts == Counter(e["id"] for e in events if e["ph"] == "f")
+    with pytest.raises(CheckpointError, match="90:95"):
+        export_perfetto(finished_run, out, (90, 95))

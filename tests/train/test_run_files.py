@@ -341,3 +341,44 @@ def test_the_lines_of_a_step_are_on_disk_before_the_next_one(tmp_path, monkeypat
     train(config, 2)
     assert seen == [0, 1, 2, 3]
     assert json.loads((tmp_path / "runs" / "run" / "run.json").read_text())["ended"]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_stalls_of_the_steps_are_those_of_the_trace(tmp_path, monkeypatch, overlap):
+    """Two readers of the same stamps: what is logged while running, and what is read back."""
+    from mpisim.trace.events import RECV
+    from mpisim.trace.store import expand_stalls, read_run
+
+    logged = []
+    real = _Trainer._log
+
+    def keep(self, current, step_s):
+        logged.append(current.metrics.copy())
+        real(self, current, step_s)
+
+    monkeypatch.setattr(_Trainer, "_log", keep)
+    config = make_config(
+        tmp_path, model={"hidden": [30, 20]}, parallel={"overlap": overlap, "bucket_bytes": 500},
+        train={"num_microbatches": 2}, data={"num_rows": 19 * 12}, comm={"algorithm": "ring"},
+    )  # fmt: skip
+    done = train(config, 4)
+    figures = np.array(logged)
+    for rank, trace in enumerate(read_run(done.path)):
+        stalls = expand_stalls(trace)
+        kinds = {number: plan.kinds for number, plan in trace.plans.items()}
+        axes = {number: program.axis for number, program in trace.programs.items()}
+        train_ops = next(ops for ops in kinds.values() if "Backward" in ops)
+        # The figures are sent before the gather that carries them has run.
+        stalls = stalls[stalls["op_index"] < train_ops.index("GatherMetrics")]
+        for step in range(3):
+            mine = stalls[stalls["step"] == step]
+            for axis, cause in STALL_CAUSES:
+                chosen = [
+                    (row["activity"] == RECV) == (cause == "recv")
+                    and axes[row["program"]] == axis
+                    for row in mine
+                ]  # fmt: skip
+                seconds = (mine["end_s"] - mine["start_s"])[np.array(chosen, dtype=bool)].sum()
+                index = METRIC_NAMES.index(f"stall_{axis}_{cause}_s")
+                assert figures[step, rank, index] == pytest.approx(seconds, abs=1e-9)
+    assert figures[:, :, METRIC_NAMES.index("stall_dp_recv_s")].any()
