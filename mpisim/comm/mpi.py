@@ -192,7 +192,8 @@ class MpiTransport:
     @property
     def library(self) -> str:
         """Name and version of the MPI library, one line."""
-        return MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ")
+        first = MPI.Get_library_version().split("\n")[0].split(",")[0]
+        return " ".join(first.replace("\0", "").replace("Version:", "").split())
 
     @property
     def raw(self) -> MPI.Comm:
