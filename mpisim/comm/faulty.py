@@ -92,8 +92,8 @@ class FaultyMessage:
     """A send or a receive to which faults may happen (see `Message`)."""
 
     __slots__ = (
-        "_active", "_bound", "_buffer", "_carrier", "_checksum", "_due_s", "_extras", "_transport",
-        "is_send", "nbytes", "peer", "one_copy", "tag",
+        "_active", "_bound", "_buffer", "_carrier", "_checksum", "_due_s", "_extras", "_freed",
+        "_transport", "is_send", "nbytes", "peer", "one_copy", "tag",
     )  # fmt: skip
 
     def __init__(
@@ -110,12 +110,17 @@ class FaultyMessage:
         """What moves the bytes of this run; None when they are lost."""
         self._extras: list[Message] = []
         self._due_s: float | None = None
-        self._active = False
+        self._active = self._freed = False
         self._checksum = 0
 
     def start(self) -> None:
         """Post it, as the faults that fall on it allow."""
         transport = self._transport
+        if transport.strict and self._freed:
+            raise CommError(
+                f"a message must not be started once it was freed; got a start of the "
+                f"{describe(self, transport.rank)}. Bind a new one."
+            )
         if transport.strict and self._active:
             raise CommError(
                 f"a message must complete before it is started again; got a second start of the "
@@ -125,6 +130,7 @@ class FaultyMessage:
         self._carrier, self._due_s = self._bound, None
         faults = transport._next(self)
         if transport.strict:
+            transport._claim(self)
             if self.is_send:
                 self._checksum = zlib.crc32(self._buffer.view(np.uint8))
             else:
@@ -132,6 +138,7 @@ class FaultyMessage:
         for fault in faults:
             if isinstance(fault, Raise):
                 self._active = False
+                transport._active.discard(self)
                 raise InjectedError(
                     f"rank {transport.rank} must fail here; got {fault} at the "
                     f"{describe(self, transport.rank)}. Remove the fault."
@@ -177,10 +184,12 @@ class FaultyMessage:
                     f"the end of the {describe(self, transport.rank)}. Wait before reusing it."
                 )
         self._active = False
+        transport._active.discard(self)
         return True
 
     def free(self) -> None:
         """Free what the wrapped transport made."""
+        self._freed = True
         for message in (self._bound, *self._extras):
             message.free()
 
@@ -196,9 +205,9 @@ class FaultyTransport:
         What happens; faults of other ranks are left out, so that all ranks can pass the same.
     strict : bool
         Also overwrite a receive buffer when its receive is started, and raise `CommError` when a
-        send buffer changes in flight, a message is started twice, or a receive is waited for
-        that was not started. A wait that only works because messages happen to be quick or late
-        fails under it.
+        send buffer changes in flight, memory that one message writes is lent to another, a
+        message is started twice or after it was freed, or a receive is waited for that was not
+        started. What only works because messages happen to be quick or late fails under it.
     """
 
     def __init__(
@@ -210,6 +219,7 @@ class FaultyTransport:
         """Messages started so far."""
         self.started_bytes: dict[Side, int] = {"send": 0, "recv": 0}
         self._late: list[FaultyMessage] = []
+        self._active: set[FaultyMessage] = set()
         # Read at every poll: bound once, as the wrapped transport does.
         self.status: Any = inner.status
         self.received_bytes: Callable[[], int] = inner.received_bytes
@@ -288,6 +298,19 @@ class FaultyTransport:
     def close(self) -> None:
         """Release what the wrapped transport holds."""
         self.inner.close()
+
+    def _claim(self, message: FaultyMessage) -> None:
+        """Refuse memory that a message in flight writes, or that this one would write."""
+        for other in self._active:
+            if message.is_send and other.is_send:
+                continue
+            if np.may_share_memory(message._buffer, other._buffer):
+                raise CommError(
+                    f"a buffer must belong to one message at a time; got a start of the "
+                    f"{describe(message, self.rank)} during the {describe(other, self.rank)}. "
+                    f"Wait for that first."
+                )
+        self._active.add(message)
 
     def _next(self, message: FaultyMessage) -> list[Fault]:
         """Count a start and return the faults that fall on it."""

@@ -124,6 +124,12 @@ def optimizer_step(state: EngineState, op: OptimizerStep) -> None:
     step, settings = state.step, state.optimizer
     step.grad_norm = math.sqrt(sum(squared_norm(bucket) for bucket in state.buckets))
     coefficient = clip_coefficient(step.grad_norm, settings.clip_norm)
+    if not math.isfinite(step.global_loss_sum):
+        # A saturated softmax has finite gradients and an infinite loss.
+        raise MpisimError(
+            f"the loss must be finite; got a sum of {step.global_loss_sum} at step {step.step}. No "
+            f"update was made. Lower optimizer.lr."
+        )
     if coefficient != 1.0:
         for bucket in state.buckets:
             bucket *= coefficient

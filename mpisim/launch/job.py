@@ -377,8 +377,9 @@ def _signals(watch: _Watch) -> Iterator[None]:
     former = {
         number: signal.signal(number, lambda n, _: watch.end(names[n]))
         for number in names
-        # What is ignored on purpose, as by nohup, stays ignored.
-        if signal.getsignal(number) is not signal.SIG_IGN
+        # nohup stays nohup. A script's shell starts its background jobs with SIGINT ignored, but
+        # who sends it to this job means it.
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
         yield

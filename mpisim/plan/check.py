@@ -159,9 +159,7 @@ def _execute(state: _RankState) -> None:
     if isinstance(op, (Forward, Backward)):
         _require(state, op.block in plan.blocks, "a block must be in the plan's head")
     if isinstance(op, LoadBatch):
-        _require(
-            state, 0 <= op.micro < micros, f"a microbatch must be one of the rank's {micros}"
-        )
+        _require(state, 0 <= op.micro < micros, f"a microbatch must be one of the rank's {micros}")
         _require(state, op.micro not in state.seen, "a microbatch must be loaded once")
         state.loaded.add(op.micro)
         state.seen.add(op.micro)

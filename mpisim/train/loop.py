@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import math
 import os
 import platform
 import resource
@@ -25,7 +26,7 @@ from mpisim.data.load import Dataset, load_data
 from mpisim.data.sampler import Sampler, microbatch_bounds, shard_rows, spread_indices
 from mpisim.engine.state import EngineState, StepState
 from mpisim.engine.step import Engine
-from mpisim.errors import ConfigError, PlanError
+from mpisim.errors import ConfigError, MpisimError, PlanError
 from mpisim.launch import Job
 from mpisim.layouts.metrics import MEMORY_CATEGORIES, METRIC_NAMES, TRAFFIC_FIELDS
 from mpisim.plan.build import Plan
@@ -174,6 +175,11 @@ class _Trainer:
             plan, step, lambda m: self.data.heldout_batch(indices[bounds[m] : bounds[m + 1]])
         )
         self._count(plan)
+        if not math.isfinite(current.global_loss_sum):
+            raise MpisimError(
+                f"the held-out loss must be finite; got a sum of {current.global_loss_sum} after "
+                f"step {step}. Lower optimizer.lr or set optimizer.clip_norm."
+            )
         result = {
             "step": step,
             "heldout_loss": current.global_loss_sum / current.global_targets,

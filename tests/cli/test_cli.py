@@ -210,7 +210,7 @@ def test_the_number_of_ranks_comes_from_the_option_or_the_config(capsys, config,
 def test_an_existing_run_is_refused_before_anything_starts(capsys, config, launched, tmp_path):
     run = tmp_path / "runs" / "run"
     run.mkdir(parents=True)
-    (run / "run.json").write_text("{}")
+    (run / "run.json").write_text('{"config": {}, "versions": {}}')
     assert main(["train", str(config), "--ranks", "2"]) == 2
     assert "--overwrite" in complaint(capsys)
     assert not launched
@@ -243,7 +243,7 @@ def test_report_and_export_need_a_run_directory(capsys, monkeypatch, tmp_path):
     stub = SimpleNamespace(
         report_text=lambda run: f"report of {run.name}",
         report_rows=lambda run: [],
-        export_perfetto=lambda run, out: exported.append(out),
+        export_perfetto=lambda run, out, steps: exported.append((out, steps)),
     )
     monkeypatch.setitem(sys.modules, "mpisim.report", stub)
     assert main(["report", str(tmp_path)]) == 2
@@ -254,8 +254,13 @@ def test_report_and_export_need_a_run_directory(capsys, monkeypatch, tmp_path):
     assert main(["report", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
     assert main(["trace", "export", str(tmp_path), "--format", "perfetto"]) == 0
-    assert main(["trace", "export", str(tmp_path), "--out", str(tmp_path / "x.json")]) == 0
-    assert exported == [tmp_path / "perfetto.json", tmp_path / "x.json"]
+    chosen = ["--out", str(tmp_path / "x.json"), "--steps", "3:5"]
+    assert main(["trace", "export", str(tmp_path), *chosen]) == 0
+    assert exported == [(tmp_path / "perfetto.json", None), (tmp_path / "x.json", (3, 5))]
+    capsys.readouterr()
+    for wrong in ("5", "5:3", "a:b", "3:3"):
+        assert main(["trace", "export", str(tmp_path), "--steps", wrong]) == 2
+        assert "FIRST:END" in complaint(capsys)
 
 
 def test_bench_hands_on_its_options_and_its_status(capsys, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import collective_checks as checks
 import numpy as np
 import pytest
@@ -123,8 +125,7 @@ def test_C073_buffers_are_not_touched_in_flight():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("size", (2, 3, 4, 5, 8))
+@pytest.mark.parametrize("size, way", [*itertools.product((2, 3, 4), WAYS), (8, "rendezvous")])
 def test_pipelined_rings(size, way):
     """Segments of a few bytes: odd counts, empty segments, counts below the segments."""
     with checks.tiny_segments(pipeline_bytes=64, segment_bytes=16):
@@ -138,7 +139,7 @@ def test_pipelined_rings(size, way):
 
 @pytest.mark.parametrize("size", (2, 3, 4))
 def test_pipelined_rings_in_place_and_queued(size):
-    with checks.tiny_segments(pipeline_bytes=64, segment_bytes=16):
+    with checks.tiny_segments(pipeline_bytes=64, segment_bytes=200):
         for check in (
             checks.check_C083_same_array_in_and_out,
             checks.check_started_collectives,

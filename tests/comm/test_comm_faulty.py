@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import numpy as np
 import pytest
-from collective_checks import bits, rounding
+from collective_checks import bits, rounding, tiny_segments
 from contract import CHANNEL, LONG, recv, send, wait
 
 from mpisim.comm.communicator import Communicator
@@ -28,8 +29,8 @@ SIZE = 3
 COUNT = 30
 
 
-def all_reduce_with(*faults, algorithm="ring", turns=3, timeout_s=0.25, **options):
-    """Run a few all-reduces on three ranks; returns the job, results as bytes per turn."""
+def all_reduce_with(*faults, algorithm="ring", turns=3, timeout_s=10.0, size=SIZE, **options):
+    """Run a few all-reduces; returns the job, results as bytes per turn."""
 
     def body(transport):
         group = Communicator(FaultyTransport(transport, faults), algorithm=algorithm)
@@ -43,7 +44,7 @@ def all_reduce_with(*faults, algorithm="ring", turns=3, timeout_s=0.25, **option
         transport.barrier()
         return results
 
-    return run_threads(body, SIZE, timeout_s=timeout_s, **options)
+    return run_threads(body, size, timeout_s=timeout_s, **options)
 
 
 def expected():
@@ -71,7 +72,7 @@ def test_without_faults_nothing_happens():
 @pytest.mark.parametrize("way", ({}, {"synchronous": True}), ids=("eager", "synchronous"))
 class TestInARing:
     def test_a_dropped_message_is_a_timeout_that_names_its_sender(self, number, way):
-        job = all_reduce_with(Drop(rank=1, number=number), **way)
+        job = all_reduce_with(Drop(rank=1, number=number), timeout_s=0.3, **way)
         assert isinstance(root_cause(job), CommTimeout)
         # Rank 2 misses it, whether its own time was up first or another rank's.
         assert "receive of 40 bytes of float32 from rank 1" in str(job.errors[2])
@@ -90,7 +91,7 @@ class TestInARing:
         assert text in str(error)
 
     def test_a_rank_that_raises_is_the_cause(self, number, way):
-        job = all_reduce_with(Raise(rank=1, number=number), timeout_s=10.0, **way)
+        job = all_reduce_with(Raise(rank=1, number=number), **way)
         assert isinstance(job.errors[1], InjectedError)
         assert "rank 1 must fail here" in str(job.errors[1])
         assert next(iter(job.errors)) == 1
@@ -102,14 +103,29 @@ class TestInARing:
     def test_a_message_that_is_late_changes_nothing(self, number, way):
         for side in ("send", "recv"):
             fault = Delay(rank=1, number=number, seconds=0.1, side=side)
-            job = all_reduce_with(fault, timeout_s=10.0, **way)
+            job = all_reduce_with(fault, **way)
             assert not job.errors
             assert all(result == [expected()] * 3 for result in job.results)
 
     def test_a_message_that_is_too_late_is_a_timeout(self, number, way):
-        job = all_reduce_with(Delay(rank=1, number=number, seconds=30.0), **way)
+        job = all_reduce_with(Delay(rank=1, number=number, seconds=30.0), timeout_s=0.3, **way)
         assert isinstance(root_cause(job), CommTimeout)
         assert "rank 1" in " ".join(str(error) for error in job.errors.values())
+
+
+@pytest.mark.parametrize("size", (2, 3, 4))
+@pytest.mark.parametrize(
+    "algorithm", ("ring", "recursive_doubling", "halving_doubling", "segments")
+)
+def test_a_short_message_is_noticed_by_every_kind_of_program(algorithm, size):
+    """Fewer bytes than a whole buffer are never taken for it; the right rank is named."""
+    segments = {"pipeline_bytes": 0, "segment_bytes": 16} if algorithm == "segments" else None
+    number = 1 if segments else 0
+    with tiny_segments(**segments) if segments else contextlib.nullcontext():
+        forced = "ring" if segments else algorithm
+        job = all_reduce_with(Short(rank=0, number=number), algorithm=forced, size=size)
+    error = root_cause(job)
+    assert isinstance(error, MessageMismatch) and "message from rank 0 to rank" in str(error)
 
 
 @pytest.mark.parametrize("algorithm", ("ring", "recursive_doubling"))
@@ -119,7 +135,7 @@ def test_no_single_fault_hangs_or_passes_unnoticed(algorithm, seed):
     generator = np.random.default_rng(seed)
     for kind in (Drop, Short, Raise):
         fault = kind(rank=int(generator.integers(SIZE)), number=int(generator.integers(3)))
-        job = all_reduce_with(fault, algorithm=algorithm)
+        job = all_reduce_with(fault, algorithm=algorithm, timeout_s=0.4)
         assert job.errors, fault
         assert all(isinstance(error, CommError) for error in job.errors.values()), job.errors
 
@@ -165,7 +181,7 @@ def test_late_messages_of_a_pair_stay_in_order():
     """The first is held up, so those behind it are too; another pair is not."""
 
     def body(transport):
-        faulty = FaultyTransport(transport, [Delay(rank=0, number=0, seconds=0.1)])
+        faulty = FaultyTransport(transport, [Delay(rank=0, number=0, seconds=0.5)])
         if transport.rank == 0:
             sends = [faulty.prepare_send(np.full(2, float(k)), 1, CHANNEL) for k in range(4)]
             sends.append(faulty.prepare_send(np.full(2, 9.0), 2, CHANNEL))
@@ -264,6 +280,24 @@ class TestStrict:
 
         assert self.two(body).results[1] == (True, False)
 
+    @pytest.mark.parametrize("first", ("prepare_send", "prepare_recv"))
+    def test_a_receive_into_memory_that_another_message_uses(self, first):
+        def body(transport):
+            x, peer = np.zeros(LONG), 1 - transport.rank
+            getattr(transport, first)(x[:-1], peer, CHANNEL).start()
+            transport.prepare_recv(x[-1:], peer, CHANNEL + 1).start()  # beside it: allowed
+            transport.prepare_recv(x[-2:-1], peer, CHANNEL + 2).start()
+
+        assert "belong to one message" in str(self.two(body).errors[0])
+
+    def test_two_sends_of_the_same_memory_are_allowed(self):
+        def body(transport):
+            x, peer = np.zeros(LONG), 1 - transport.rank
+            for channel in (CHANNEL, CHANNEL + 1):
+                transport.prepare_send(x, peer, channel).start()
+
+        assert not self.two(body).errors
+
     def test_a_second_start(self):
         def body(transport):
             message = transport.prepare_send(np.zeros(LONG), 1 - transport.rank, CHANNEL)
@@ -271,6 +305,14 @@ class TestStrict:
             message.start()
 
         assert "started again" in str(self.two(body).errors[0])
+
+    def test_a_start_after_it_was_freed(self):
+        def body(transport):
+            message = transport.prepare_send(np.zeros(1), 1 - transport.rank, CHANNEL)
+            message.free()
+            message.start()
+
+        assert "once it was freed" in str(self.two(body).errors[0])
 
     def test_a_wait_for_a_receive_that_was_not_started(self):
         def body(transport):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 
 import numpy as np
 import pytest
@@ -86,9 +87,12 @@ def test_more_buckets_than_programs_are_kept(tmp_path):
         parallel={"bucket_bytes": 1},
     )
     assert len(Setup(config, 2).full_plan().buckets) > 256
-    job = train(lambda rank: Setup(config, 2), 2)
+    job = train(lambda rank: Setup(config, 2), 2, strict=True)
     assert not job.errors, job.errors
     assert job.results[0] == job.results[1]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    for rank in summary["ranks"]:
+        assert rank["traffic"] == rank["predicted_traffic"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

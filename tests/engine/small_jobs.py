@@ -152,10 +152,14 @@ def start_engine(
     for parts in steps:
         plans.append(
             build_train_plan(
-                mesh=Mesh(dp=dp), specs=lambda rows: model.spec(rows, dtype),
+                mesh=Mesh(dp=dp),
+                specs=lambda rows: model.spec(rows, dtype),
                 rows=tuple(tuple(len(x) for x, _ in micros) for micros in parts),
-                dtype=dtype.name, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes,
-                overlap=overlap, algorithm=algorithm,
+                dtype=dtype.name,
+                itemsize=dtype.itemsize,
+                bucket_bytes=bucket_bytes,
+                overlap=overlap,
+                algorithm=algorithm,
             )  # fmt: skip
         )
         check_plan(plans[-1])

@@ -12,6 +12,7 @@ from mpisim.config.schema import OptimizerSection
 from mpisim.engine import handlers
 from mpisim.errors import ConfigError, MpisimError, PeerLost
 from mpisim.launch import Job
+from mpisim.nn.models import build_mlp
 from mpisim.plan.ops import (
     Backward,
     Forward,
@@ -75,6 +76,35 @@ def test_a_run_that_diverges_ends_with_one_clear_error_and_no_warnings(tmp_path,
     )  # fmt: skip
     with pytest.raises(MpisimError, match="the gradient norm must be finite; got (nan|inf)"):
         train(config, 2)
+
+
+def test_a_loss_that_is_not_finite_ends_the_job_although_the_gradient_is():
+    """Logits of +-3e38 in float32: the softmax saturates, its gradient is 1, its loss infinite."""
+    model = build_mlp(
+        input_kind="features", num_features=1, hidden=(), activation="relu", output=("classes", 2)
+    )
+    start = {
+        "head.linear.weight": np.zeros((1, 2)),
+        "head.linear.bias": np.array([3e38, -3e38]),
+    }
+    rows = (np.ones((2, 1), np.float32), np.array([0, 1]))
+    job, outcome = start_engine(model, [[[rows], [rows]]], start=start)
+    first = next(iter(job.errors.values()))
+    assert type(first) is MpisimError
+    assert str(first).startswith("the loss must be finite; got a sum of inf at step 0. No update")
+    for state in outcome.states:
+        assert not state.params["head.linear.weight"].any()
+
+
+def test_a_last_update_that_overflows_is_found_by_the_evaluation(tmp_path):
+    """No later gradient would show it; the run must not end as done."""
+    config = make_config(
+        tmp_path, optimizer={"kind": "sgd", "lr": 1e308, "momentum": 0.0},
+        train={"steps": 1}, data={"num_targets": 2},
+    )  # fmt: skip
+    with pytest.raises(MpisimError, match="the held-out loss must be finite; got .* after step 0"):
+        train(config, 2)
+    assert not (tmp_path / "runs" / "run" / "summary.json").exists()
 
 
 def test_an_update_of_zero_by_zero_is_named(tmp_path):

@@ -28,9 +28,7 @@ def plan_of(rows, bucket_bytes=1 << 20, kind="train"):
     rows = tuple(map(tuple, rows))
     mesh = Mesh(dp=len(rows))
     if kind == "eval":
-        return build_eval_plan(
-            mesh=mesh, specs=specs, rows=rows, dtype="float64", algorithm="auto"
-        )
+        return build_eval_plan(mesh=mesh, specs=specs, rows=rows, dtype="float64", algorithm="auto")
     return build_train_plan(
         mesh=mesh, specs=specs, rows=rows, dtype="float64", itemsize=8,
         bucket_bytes=bucket_bytes, overlap=True, algorithm="auto",
@@ -239,7 +237,7 @@ def test_the_recorder_gets_one_pair_of_stamps_per_op(tmp_path):
         state.recorder = recorder
         engine = Engine(state, 2)
         for step in range(2):
-            engine.train_step(plan, step, lambda micro: rows(2 - micro, step))
+            engine.train_step(plan, step, lambda micro, step=step: rows(2 - micro, step))
         recorder.close()
         return len(plan.ranks[0])
 

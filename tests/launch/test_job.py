@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -112,7 +113,7 @@ def test_a_rank_that_vanishes_without_an_error_is_no_success():
 
 
 @contextlib.contextmanager
-def endless_job(how="hang", **env):
+def endless_job(how="hang", ignored=(), **env):
     """Start a job that never ends; yield its parent and what its ranks printed."""
     parent = subprocess.Popen(
         [sys.executable, HERE / "parent_script.py", "3", how],
@@ -122,6 +123,7 @@ def endless_job(how="hang", **env):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: [signal.signal(number, signal.SIG_IGN) for number in ignored],
     )
     with parent:
         try:
@@ -141,6 +143,19 @@ def test_an_interrupted_job_ends_whole(name):
     assert line.startswith("mpisim: interrupted by ") and name in line
     assert out == ""
     assert len(pids(printed)) == 3 and not survivors(printed)
+
+
+def test_signals_that_were_ignored_at_the_start():
+    """A shell starts background jobs of scripts without SIGINT, and nohup without SIGHUP."""
+    with endless_job("hang", [signal.SIGINT]) as (parent, _):
+        parent.send_signal(signal.SIGINT)
+        assert "SIGINT" in parent.communicate(timeout=60)[1]
+    with endless_job("hang", [signal.SIGHUP]) as (parent, _):
+        parent.send_signal(signal.SIGHUP)
+        time.sleep(0.3)
+        parent.send_signal(signal.SIGTERM)
+        err = parent.communicate(timeout=60)[1]
+        assert "SIGTERM" in err and "SIGHUP" not in err
 
 
 def leftovers(folder):

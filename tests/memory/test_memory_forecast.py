@@ -108,9 +108,7 @@ def test_a_run_without_evaluation(tmp_path):
     assert_forecast_is_exact(done)
 
 
-@pytest.mark.parametrize(
-    "algorithm", ["auto", "ring", "recursive_doubling", "halving_doubling"]
-)
+@pytest.mark.parametrize("algorithm", ["auto", "ring", "recursive_doubling", "halving_doubling"])
 @pytest.mark.parametrize("dp", [2, 3, 4])
 def test_scratch_of_every_algorithm(tmp_path, algorithm, dp):
     config = make_config(

@@ -45,7 +45,9 @@ def eval_plan(rows: Iterable[Iterable[int]] = ((2,), (2,))) -> Plan:
     )
 
 
-def edited(plan: Plan, edit: Callable[[list[Op]], None], ranks: Iterable[int] | None = None) -> Plan:
+def edited(
+    plan: Plan, edit: Callable[[list[Op]], None], ranks: Iterable[int] | None = None
+) -> Plan:
     """Return `plan` after ``edit(ops)`` on the ops of the given ranks (all by default)."""
     chosen = range(len(plan.ranks)) if ranks is None else tuple(ranks)
     lists = [list(ops) for ops in plan.ranks]

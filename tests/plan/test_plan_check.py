@@ -360,9 +360,7 @@ def test_sums_of_different_kinds_are_refused_on_both_ranks(rank):
     def other(ops):
         ops[ops.index(LOSS)] = replace(LOSS, count=3)
 
-    refused(
-        edited(PLAN, other, ranks=[rank]), "same collectives in the same order", ranks=(0, 1)
-    )
+    refused(edited(PLAN, other, ranks=[rank]), "same collectives in the same order", ranks=(0, 1))
 
 
 @pytest.mark.parametrize("rank", [0, 2])

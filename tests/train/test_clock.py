@@ -28,9 +28,7 @@ def hosts(monkeypatch):
         return time.perf_counter() + skews[mine.rank]
 
     monkeypatch.setattr(clock, "_clock_domain", domain)
-    monkeypatch.setattr(
-        clock, "time", SimpleNamespace(perf_counter=now, monotonic=time.monotonic)
-    )
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=now, monotonic=time.monotonic))
 
     def offsets(given, *, synchronous=False):
         names[:] = [name for name, _ in given]
