@@ -105,20 +105,17 @@ class _Sizes(click.ParamType):
     """Message sizes: numbers of bytes, with KiB, MiB or GiB if wanted, between commas."""
 
     name = "sizes"
-    _units = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
         """Turn text into sizes in bytes."""
+        from mpisim.units import parse_bytes
+
         if not isinstance(value, str):
             return tuple(value)
-        sizes = []
-        for word in value.replace(" ", "").split(","):
-            digits = word.rstrip("bBiIkKmMgG")
-            unit = word[len(digits) :].lower()
-            if not digits.isdecimal() or unit not in self._units:
-                self.fail(f"{word!r} is no size. Write for example 1KiB,64KiB,4MiB.", param, ctx)
-            sizes.append(int(digits) * self._units[unit])
-        return tuple(sizes)
+        try:
+            return tuple(parse_bytes(word) for word in value.split(","))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class _Steps(click.ParamType):

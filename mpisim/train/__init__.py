@@ -3,6 +3,7 @@
     setup.py     config -> model, mesh, plans; the static check behind `mpisim check`
     rundir.py    the run directory: run.json, metrics.jsonl, summary.json, trace/
     clock.py     one time axis for ranks on several hosts
+    record.py    what a run records about itself
     loop.py      what a rank does from joining the job to the last message
     console.py   what rank 0 shows while it runs
     api.py       `mpisim.run`

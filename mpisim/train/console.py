@@ -82,7 +82,8 @@ class Console:
     def evaluated(self, result: dict[str, Any], baselines: dict[str, Any]) -> None:
         """Show a held-out evaluation beside the baseline."""
         loss, baseline = result["heldout_loss"], baselines[self.primary]
-        below = f", {1 - loss / baseline:+.1%} below {self.primary}" if baseline else ""
+        side = "below" if loss <= baseline else "above"
+        below = f", {abs(1 - loss / baseline):.1%} {side} {self.primary}" if baseline else ""
         top1 = f", top-1 {result['heldout_top1']:.1%}" if "heldout_top1" in result else ""
         self._line(
             f"{result['step']:>6} held out: loss {loss:.4f}{self._unit}{top1}{below} "

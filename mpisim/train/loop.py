@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import json
 import math
-import os
-import platform
-import resource
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -33,6 +27,7 @@ from mpisim.plan.build import Plan
 from mpisim.trace.recorder import Recorder
 from mpisim.train.clock import clock_offset_s, host_name
 from mpisim.train.console import Console
+from mpisim.train.record import digest, iso_time, resident_peak_bytes, run_record
 from mpisim.train.rundir import check_run_dir, create_run_dir, run_dir_of, write_json
 from mpisim.train.setup import Setup
 
@@ -234,7 +229,7 @@ class _Trainer:
         ended_s = time.time()
         record_path = self.run_dir / "run.json"
         record = json.loads(record_path.read_text(encoding="utf-8"))
-        record["ended"] = _iso(ended_s)
+        record["ended"] = iso_time(ended_s)
         write_json(record_path, record)
         size = self.transport.size
         matrix = [[0] * size for _ in range(size)]
@@ -297,8 +292,8 @@ class _Trainer:
                 "peak_total": ledger.peak_total,
                 "at_peak": ledger.at_peak,
             },
-            "resident_peak_bytes": _resident_peak_bytes(),
-            "params_sha256": _digest(state.params),
+            "resident_peak_bytes": resident_peak_bytes(),
+            "params_sha256": digest(state.params),
         }
 
     def _predicted_traffic(self, rank: int) -> dict[str, dict[str, int]]:
@@ -373,73 +368,6 @@ def _agree_and_create(transport: Transport, setup: Setup, data: Dataset, overwri
     # On another host without a shared file system a rank keeps its trace in a folder of its own.
     (run_dir / "trace").mkdir(parents=True, exist_ok=True)
     return run_dir
-
-
-def run_record(
-    setup: Setup, transport: Transport, data: Dataset, hosts: list[str]
-) -> dict[str, Any]:
-    """Return what run.json holds: everything needed to repeat the run."""
-    import importlib.metadata as metadata
-
-    config = setup.config
-    mesh = setup.mesh
-    return {
-        "version": 1,
-        "name": config.run.name,
-        "seed": config.run.seed,
-        "config": config.model_dump(mode="json"),
-        "data": data.record(),
-        "ranks": transport.size,
-        "mesh": {"dp": mesh.dp, "pp": mesh.pp, "tp": mesh.tp},
-        "hosts": hosts,
-        "cores": os.cpu_count(),
-        "platform": platform.platform(),
-        "processor": platform.processor() or platform.machine(),
-        "blas_threads": os.environ.get("OPENBLAS_NUM_THREADS", "library default"),
-        "versions": {
-            "mpisim": mpisim.__version__,
-            "commit": _commit(),
-            "python": sys.version.split()[0],
-            "numpy": np.__version__,
-            "mpi4py": metadata.version("mpi4py"),
-            "mpi": transport.library,
-        },
-        "started": _iso(time.time()),
-        "ended": None,
-    }
-
-
-def _commit() -> str | None:
-    """Return the git commit the package runs from, if it runs from a checkout."""
-    here = Path(mpisim.__file__).resolve().parent
-    if not (here.parent / "pyproject.toml").is_file():
-        return None
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=here, capture_output=True, text=True, timeout=5, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
-
-
-def _iso(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")
-
-
-def _resident_peak_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Kibibytes on Linux, bytes on macOS.
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _digest(params: dict[str, np.ndarray]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(params):
-        digest.update(name.encode())
-        digest.update(np.ascontiguousarray(params[name]).tobytes())
-    return digest.hexdigest()
 
 
 def assert_replicas_equal(totals: list[dict[str, Any]]) -> None:
