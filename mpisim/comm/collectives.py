@@ -1,26 +1,27 @@
-"""Step tables compiled to programs: resumable sequences of sends, receives and sums.
+"""Step tables compiled to programs: the rows of a table bound to buffers and messages.
 
-A program is a generator that never ends. Each ``next()`` advances it as far as arrived messages
-allow and returns the message it now waits for, or None when a run is complete; the next call
-starts the next run. A blocked caller and an engine that advances a program between backward ops
-run the same code, so overlap cannot change a bit.
-
-Two shapes of program exist. `_exchange_steps` does one exchange at a time (tables without
-segments; `_doubling_steps` is its short form for small messages); `_pipeline_steps` keeps several
-segments in flight, so that adding one overlaps receiving the next. Measured reasons stand where
-the choices are made.
+Which array a row sends from, receives into and adds is decided here, with the measured reasons;
+how the rows are run is in `programs.py`. Called by `communicator`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from mpisim.comm.transport import Message, Transport, length_error
+from mpisim.comm.programs import (
+    Program,
+    Row,
+    Runtime,
+    do_nothing,
+    doubling_steps,
+    exchange_steps,
+    pipeline_steps,
+)
+from mpisim.comm.transport import Message, Transport
 from mpisim.layouts.steps import (
     BUFFERED_BYTES,
     NO_PEER,
@@ -32,306 +33,7 @@ from mpisim.layouts.steps import (
     scratch_slots,
 )
 from mpisim.trace.events import COMBINE, COPY, RECV, SEND, ProgramTable
-from mpisim.trace.recorder import SPILL_STAMPS, ProgramStamps, Recorder
-
-Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
-
-
-@dataclass
-class _Row:
-    """One transfer with its buffers and messages."""
-
-    transfer: Transfer
-    send: Message | None
-    recv: Message | None
-    combine: Arrays | None = None
-    """(left, right, out): out = left + right once the receive is complete."""
-    combine_last: bool = False
-    """`combine` writes what is being sent, so the send must complete first."""
-    copy: tuple[np.ndarray, np.ndarray] | None = None
-    """(to, from), done while this row's messages are in flight."""
-    buffered: tuple[memoryview, memoryview] | None = None
-    """(to, from): the send leaves from a copy made just before, once the last one is complete."""
-    starts_after: int = -1
-    """Row that must be combined before this row's send starts (pipelined)."""
-    recv_after: int = -1
-    """Row whose send must be complete before this row's receive is posted (pipelined)."""
-
-
-class _Runtime(NamedTuple):
-    """What a program's generator calls; the dry run that lists its stamps replaces all of it."""
-
-    add: Callable[..., Any]
-    copyto: Callable[..., Any]
-    clock: Callable[[], Any]
-    stamps: list
-    spill: Callable[[], None]
-    """Writes the stamps out and empties the list."""
-    status: Any
-    received_bytes: Callable[[], int]
-    rank: int
-    translate: Callable[[Exception, Message | None], Exception]
-    """Names an error of the library, given the receive that raised it."""
-
-
-def _nothing() -> None:
-    """Start a side that does not exist."""
-
-
-def _at_once(status: Any = None) -> bool:
-    """Complete a side that does not exist."""
-    return True
-
-
-def _exchange_steps(
-    rows: list[_Row], runtime: _Runtime, traced: bool, before: tuple | None
-) -> Iterator[Message | None]:
-    """Run the rows one after the other.
-
-    Everything is bound to local names first: at 1 KiB a whole all-reduce takes about a
-    microsecond, and one attribute look-up per message would be felt.
-    """
-    add, copyto = runtime.add, runtime.copyto
-    clock, stamps, status = runtime.clock, runtime.stamps, runtime.status
-    append = stamps.append
-    received_bytes, rank, spill = runtime.received_bytes, runtime.rank, runtime.spill
-    translate = runtime.translate
-    code = []
-    for row in rows:
-        recv, send = row.recv, row.send
-        code.append(
-            (
-                recv.start if recv else _nothing,
-                send.start if send else _nothing,
-                recv.test if recv else _at_once,
-                send.test if send else _at_once,
-                recv.nbytes if recv else -1,
-                recv,
-                send,
-                row.buffered,
-                row.copy,
-                row.combine,
-                row.combine_last,
-            )
-        )
-    while True:
-        if traced:
-            if len(stamps) > SPILL_STAMPS:
-                spill()
-            append(clock())
-        if before is not None:
-            copyto(*before)
-        for (
-            start_recv, start_send, recv_done, send_done, nbytes, recv, send,
-            buffered, copy, combine, last,
-        ) in code:  # fmt: skip
-            start_recv()
-            if buffered is not None:
-                while not send_done():
-                    yield send
-                buffered[0][:] = buffered[1]
-            start_send()
-            if copy is not None:
-                copyto(*copy)
-                if traced:
-                    append(clock())
-            if nbytes >= 0:
-                try:
-                    while not recv_done(status):
-                        yield recv
-                except Exception as error:
-                    raise translate(error, recv) from error
-                if received_bytes() != nbytes:
-                    raise length_error(recv, rank, received_bytes())
-                if traced:
-                    append(clock())
-                if combine is not None and not last:
-                    add(*combine)
-                    if traced:
-                        append(clock())
-            if send is not None and buffered is None:
-                while not send_done():
-                    yield send
-                if traced:
-                    append(clock())
-            if last:
-                add(*combine)
-                if traced:
-                    append(clock())
-        yield None
-
-
-def _doubling_steps(
-    rows: list[_Row], runtime: _Runtime, traced: bool, before: tuple | None
-) -> Iterator[Message | None]:
-    """Run `_exchange_steps` for rows that all send, receive and add: the small messages.
-
-    The same order of calls with nothing left to decide: at 1 KiB worth a tenth of the time. So is
-    every stamp: there is one per row, at its arrival; the sum of a row, less than a microsecond,
-    counts with what follows.
-    """
-    add = runtime.add
-    clock, stamps, status = runtime.clock, runtime.stamps, runtime.status
-    append = stamps.append
-    received_bytes, rank, spill = runtime.received_bytes, runtime.rank, runtime.spill
-    translate = runtime.translate
-    code = [
-        (
-            row.recv.start, row.send.start, row.recv.test, row.send.test, row.recv.nbytes,
-            row.recv, row.send, *(row.buffered or (None, None)), *row.combine,
-        )
-        for row in rows
-    ]  # fmt: skip
-    while True:
-        if traced:
-            if len(stamps) > SPILL_STAMPS:
-                spill()
-            append(clock())
-        for (
-            start_recv, start_send, recv_done, send_done, nbytes, recv, send, copy, x,
-            left, right, out,
-        ) in code:  # fmt: skip
-            start_recv()
-            if copy is not None:
-                while not send_done():
-                    yield send
-                copy[:] = x
-            start_send()
-            try:
-                # A few polls here are cheaper than the way out to the caller and back.
-                polls = 0
-                while not recv_done(status):
-                    polls += 1
-                    if polls & 15 == 0:
-                        yield recv
-            except Exception as error:
-                raise translate(error, recv) from error
-            if received_bytes() != nbytes:
-                raise length_error(recv, rank, received_bytes())
-            if copy is None:
-                while not send_done():
-                    yield send
-            if traced:
-                append(clock())
-            add(left, right, out)
-        yield None
-
-
-def _pipeline_steps(
-    rows: list[_Row], runtime: _Runtime, traced: bool, before: tuple | None
-) -> Iterator[Message | None]:
-    """Run the rows with `PIPELINE_DEPTH` receives posted ahead; forward a segment once added."""
-    add, copyto = runtime.add, runtime.copyto
-    clock, stamps, status = runtime.clock, runtime.stamps, runtime.status
-    append = stamps.append
-    received_bytes, rank, spill = runtime.received_bytes, runtime.rank, runtime.spill
-    translate = runtime.translate
-    num_rows = len(rows)
-    first_sends = [row.send.start for row in rows if row.starts_after < 0]
-    forwards: list[Callable[[], None] | None] = [None] * num_rows
-    for row in rows:
-        if row.starts_after >= 0:
-            forwards[row.starts_after] = row.send.start
-    code = [(row.recv.test, row.recv.nbytes, row.recv, row.combine) for row in rows]
-    starts = [
-        (
-            row.recv.start,
-            rows[row.recv_after].send if row.recv_after >= 0 else None,
-            rows[row.recv_after].send.test if row.recv_after >= 0 else _at_once,
-        )
-        for row in rows
-    ]
-    waited_early = {row.recv_after for row in rows}
-    tail = [row.send for number, row in enumerate(rows) if number not in waited_early]
-    while True:
-        if traced:
-            if len(stamps) > SPILL_STAMPS:
-                spill()
-            append(clock())
-        if before is not None:
-            copyto(*before)
-        posted = 0
-        # Rows that wait for no send can be posted at once; the others follow row by row.
-        while posted < min(PIPELINE_DEPTH, num_rows) and starts[posted][1] is None:
-            starts[posted][0]()
-            posted += 1
-        for start in first_sends:
-            start()
-        for number, (recv_done, nbytes, recv, combine) in enumerate(code):
-            try:
-                while not recv_done(status):
-                    yield recv
-            except Exception as error:
-                raise translate(error, recv) from error
-            if received_bytes() != nbytes:
-                raise length_error(recv, rank, received_bytes())
-            if traced:
-                append(clock())
-            if combine is not None:
-                add(*combine)
-                if traced:
-                    append(clock())
-            forward = forwards[number]
-            if forward is not None:
-                forward()
-            while posted < num_rows and posted <= number + PIPELINE_DEPTH:
-                start, send, send_done = starts[posted]
-                if send is not None:
-                    while not send_done():
-                        yield send
-                    if traced:
-                        append(clock())
-                start()
-                posted += 1
-        for send in tail:
-            while not send.test():
-                yield send
-            if traced:
-                append(clock())
-        yield None
-
-
-class Program:
-    """A compiled collective over fixed buffers (see the module docstring)."""
-
-    __slots__ = (
-        "advance", "buffers", "copies_bytes", "kept", "messages", "runs", "stamps", "table",
-        "traffic", "x",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        table: StepTable,
-        buffers: tuple[np.ndarray, ...],
-        messages: list[Message],
-        advance: Callable[[], Message | None],
-        stamps: ProgramStamps | None,
-    ) -> None:
-        self.table = table
-        self.buffers = buffers
-        self.x = buffers[0]
-        self.messages = messages
-        self.advance = advance
-        self.stamps = stamps
-        self.copies_bytes = 0
-        """Bytes of the private copies that small sends leave from."""
-        self.runs = 0
-        self.kept = False
-        """Never freed before its communicator is closed, because somebody holds it."""
-        sends = [message for message in messages if message.is_send]
-        receives = [message for message in messages if not message.is_send]
-        # Read off the bound messages, not off the table: the report compares the two.
-        self.traffic = (
-            len(sends),
-            sum(message.nbytes for message in sends),
-            len(receives),
-            sum(message.nbytes for message in receives),
-        )
-
-    def free(self) -> None:
-        """Free the messages; no run may be in progress."""
-        for message in self.messages:
-            message.free()
+from mpisim.trace.recorder import Recorder
 
 
 class _Builder:
@@ -367,7 +69,7 @@ class _Builder:
         area = self.scratch(longest * number, dtype)
         return [area[k * longest : (k + 1) * longest] for k in range(number)]
 
-    def doubling(self, x: np.ndarray) -> list[_Row]:
+    def doubling(self, x: np.ndarray) -> list[Row]:
         """Recursive doubling, in place.
 
         The whole buffer is sent, so a sum has to wait for the send, unless that leaves from a
@@ -382,9 +84,9 @@ class _Builder:
                 # The lower index stands left on both sides, so even NaN payloads agree.
                 pair = (slot, x) if row.recv_from < self.index else (x, slot)
                 recv = self.recv(row, slot)
-                built = _Row(row, sent, recv, (*pair, x), combine_last=buffered is None)
+                built = Row(row, sent, recv, (*pair, x), combine_last=buffered is None)
             else:
-                built = _Row(row, sent, self.recv(row, x))
+                built = Row(row, sent, self.recv(row, x))
             built.buffered = buffered
             rows.append(built)
         return rows
@@ -402,7 +104,7 @@ class _Builder:
         views = memoryview(copy.view(np.uint8)), memoryview(view.view(np.uint8))
         return self.send(row, copy), views
 
-    def private(self, x: np.ndarray, out: np.ndarray | None) -> list[_Row]:
+    def private(self, x: np.ndarray, out: np.ndarray | None) -> list[Row]:
         """Exchange rows whose partial sums live in private scratch.
 
         After a send the sender's cache lines are shared with the receiver, and adding into them
@@ -432,17 +134,17 @@ class _Builder:
                 slot = out if apart else slots[number % len(slots)][: row.recv_count]
                 own = current(row.recv_lo, row.recv_hi)
                 add = (own, slot, out if last else slot)
-                rows.append(_Row(row, self.send(row, sent), self.recv(row, slot), add))
+                rows.append(Row(row, self.send(row, sent), self.recv(row, slot), add))
                 held = (row.recv_lo, row.recv_hi, slot)
                 continue
-            built = _Row(row, self.send(row, sent), self.recv(row, x[row.recv_lo : row.recv_hi]))
+            built = Row(row, self.send(row, sent), self.recv(row, x[row.recv_lo : row.recv_hi]))
             if held is not None and not copied:
                 built.copy = (x[held[0] : held[1]], held[2])
                 copied, held = True, None
             rows.append(built)
         return rows
 
-    def pipelined(self, x: np.ndarray) -> list[_Row]:
+    def pipelined(self, x: np.ndarray) -> list[Row]:
         """Segmented ring all-reduce, in place: segments are added into `x`.
 
         Above 2 MiB `x` no longer sits in a private cache, so adding in place costs nothing extra
@@ -458,15 +160,15 @@ class _Builder:
             after = number - segments if number >= segments else -1
             if row.combine:
                 slot = slots[number % PIPELINE_DEPTH][: row.recv_count]
-                built = _Row(row, send, self.recv(row, slot), (place, slot, place))
+                built = Row(row, send, self.recv(row, slot), (place, slot, place))
             else:
                 # Receives where this rank sent from `reducing` rows ago.
-                built = _Row(row, send, self.recv(row, place), recv_after=number - reducing)
+                built = Row(row, send, self.recv(row, place), recv_after=number - reducing)
             built.starts_after = after
             rows.append(built)
         return rows
 
-    def pipelined_scatter(self, x: np.ndarray, out: np.ndarray) -> list[_Row]:
+    def pipelined_scatter(self, x: np.ndarray, out: np.ndarray) -> list[Row]:
         """Segmented ring reduce-scatter that leaves `x` alone (slots: see `scratch_slots`)."""
         segments = self.table.segments
         last_step = self.table.size - 2
@@ -474,7 +176,7 @@ class _Builder:
         slots = self.slots(x.dtype, in_place)
         num_slots = len(slots)
         base = self.table.bounds[self.index]
-        rows: list[_Row] = []
+        rows: list[Row] = []
         held: list[np.ndarray] = []
         for number, row in enumerate(self.transfers):
             own = x[row.recv_lo : row.recv_hi]
@@ -484,7 +186,7 @@ class _Builder:
             slot = target if apart else slots[number % num_slots][: row.recv_count]
             sent = x[row.send_lo : row.send_hi] if row.step == 0 else held[number - segments]
             add = (own, slot, target if last else slot)
-            built = _Row(row, self.send(row, sent), self.recv(row, slot), add)
+            built = Row(row, self.send(row, sent), self.recv(row, slot), add)
             built.starts_after = number - segments if number >= segments else -1
             # Slot k was filled by row k - num_slots and sent on by the row `segments` later.
             if not apart and number >= num_slots:
@@ -493,11 +195,11 @@ class _Builder:
             rows.append(built)
         return rows
 
-    def pipelined_gather(self, out: np.ndarray) -> list[_Row]:
+    def pipelined_gather(self, out: np.ndarray) -> list[Row]:
         """Segmented ring all-gather into `out`."""
         segments = self.table.segments
         return [
-            _Row(
+            Row(
                 row,
                 self.send(row, out[row.send_lo : row.send_hi]),
                 self.recv(row, out[row.recv_lo : row.recv_hi]),
@@ -566,12 +268,12 @@ def compile_program(
     stamps = None
     if recorder is not None and rows:
         stamps = recorder.add_program(_describe(table, rows, steps, x.dtype, axis, label))
-    runtime = _Runtime(
+    runtime = Runtime(
         add=np.add,
         copyto=np.copyto,
         clock=clock,
         stamps=stamps.stamps if stamps is not None else [],
-        spill=partial(recorder.spill, stamps) if stamps is not None else _nothing,
+        spill=partial(recorder.spill, stamps) if stamps is not None else do_nothing,
         status=transport.status,
         received_bytes=transport.received_bytes,
         rank=transport.rank,
@@ -586,7 +288,7 @@ def compile_program(
 
 def _build_rows(
     builder: _Builder, x: np.ndarray, out: np.ndarray | None
-) -> tuple[list[_Row], Callable, tuple | None]:
+) -> tuple[list[Row], Callable, tuple | None]:
     table, index = builder.table, builder.index
     before = None
     if table.collective == "all_reduce":
@@ -594,10 +296,10 @@ def _build_rows(
             rows = builder.doubling(x)
             small = x.nbytes <= BUFFERED_BYTES
             plain = small and all(row.send and row.combine for row in rows)
-            return rows, _doubling_steps if plain else _exchange_steps, None
+            return rows, doubling_steps if plain else exchange_steps, None
         if table.segments > 1:
-            return builder.pipelined(x), _pipeline_steps, None
-        return builder.private(x, None), _exchange_steps, None
+            return builder.pipelined(x), pipeline_steps, None
+        return builder.private(x, None), exchange_steps, None
     own = slice(table.bounds[index], table.bounds[index + 1])
     if table.collective == "reduce_scatter":
         if np.may_share_memory(x, out) and not _same_memory(x[own], out):
@@ -606,10 +308,10 @@ def _build_rows(
                 "overlap. Pass an array of its own."
             )
         if table.size == 1:
-            return [], _exchange_steps, (out, x)
+            return [], exchange_steps, (out, x)
         if table.segments > 1:
-            return builder.pipelined_scatter(x, out), _pipeline_steps, None
-        return builder.private(x, out), _exchange_steps, None
+            return builder.pipelined_scatter(x, out), pipeline_steps, None
+        return builder.private(x, out), exchange_steps, None
     if out is not None and not _same_memory(out[own], x):
         before = (out[own], x)
     if table.collective == "gather":
@@ -618,10 +320,10 @@ def _build_rows(
         for row in builder.transfers:
             sent, buffered = builder.buffer(row, x)
             received = builder.recv(row, target[row.recv_lo : row.recv_hi])
-            rows.append(_Row(row, sent, received, buffered=buffered))
-        return rows, _exchange_steps, before
+            rows.append(Row(row, sent, received, buffered=buffered))
+        return rows, exchange_steps, before
     rows = builder.pipelined_gather(out)
-    return rows, (_pipeline_steps if table.segments > 1 else _exchange_steps), before
+    return rows, (pipeline_steps if table.segments > 1 else exchange_steps), before
 
 
 def _same_memory(a: np.ndarray, b: np.ndarray) -> bool:
@@ -633,7 +335,7 @@ def _same_memory(a: np.ndarray, b: np.ndarray) -> bool:
 
 def _describe(
     table: StepTable,
-    rows: list[_Row],
+    rows: list[Row],
     steps: Callable,
     dtype: np.dtype,
     axis: str,
@@ -653,7 +355,7 @@ def _describe(
             posted[self.number] = len(stamps) - 1
 
         def test(self, status: Any = None) -> bool:
-            if not (self.is_send and steps is _doubling_steps):  # one stamp per row: its arrival
+            if not (self.is_send and steps is doubling_steps):  # one stamp per row: its arrival
                 last[0] = (SEND if self.is_send else RECV, self.number)
             received[0] = self.nbytes
             return True
@@ -661,7 +363,7 @@ def _describe(
     received = [0]
     fakes = []
     for number, row in enumerate(rows):
-        fake = _Row(**vars(row))
+        fake = Row(**vars(row))
         fake.send = Fake(row.send, number) if row.send else None
         fake.recv = Fake(row.recv, number) if row.recv else None
         # The fake sum and copy are called with what stands here: their row number.
@@ -675,9 +377,9 @@ def _describe(
     def did_copy(number: int) -> None:
         last[0] = (COPY, number)
 
-    runtime = _Runtime(
+    runtime = Runtime(
         add=did_add, copyto=did_copy, clock=lambda: last[0], stamps=stamps,
-        spill=_nothing, status=None, received_bytes=lambda: received[0], rank=-1,
+        spill=do_nothing, status=None, received_bytes=lambda: received[0], rank=-1,
         translate=lambda error, message: error,
     )  # fmt: skip
     next(steps(fakes, runtime, True, None))

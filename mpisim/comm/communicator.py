@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpisim.comm.collectives import Program, compile_program
+from mpisim.comm.collectives import compile_program
+from mpisim.comm.programs import Program
 from mpisim.comm.transport import Message, Transport
 from mpisim.errors import CommError
 from mpisim.layouts.chunks import chunk_bounds
@@ -149,7 +150,8 @@ class Communicator:
         -----
         Collective: every rank calls it with the same n and dtype. Messages and bytes: the step
         table (`mpisim.layouts.steps.all_reduce_table`). Memory: the group's scratch, at most two
-        chunks up to 2 MiB and two 256 KiB segments above. The order of additions is fixed by the
+        chunks up to 2 MiB, two segments of at most 1 MiB up to 4 MiB, two of at most 512 KiB
+        above. The order of additions is fixed by the
         table, the same on every run; 16-bit values are added in float32 and rounded once a hop.
         """
         if out is not None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mpisim.comm.collectives import Program
 from mpisim.comm.communicator import Communicator
+from mpisim.comm.programs import Program
 from mpisim.comm.transport import Transport
 from mpisim.config.schema import OptimizerSection
 from mpisim.engine.meter import StepMeter

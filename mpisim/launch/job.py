@@ -216,10 +216,10 @@ class _Watch:
         process = self.process
         if process is None:
             return
-        self.ending = True
         for key, _ in self.selector.select(0):
             if key.data[0] == "rank":
                 self._hear_rank(key.data[1])
+        self.ending = True
         if process.poll() != 0 or self.alive:
             _reap(self._kill_all())
         process.wait()

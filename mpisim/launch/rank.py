@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from mpisim.errors import ConfigError, MpisimError
-from mpisim.launch.launchers import BLAS_VARIABLES
+from mpisim.launch.launchers import BLAS_VARIABLES, Launcher
 from mpisim.launch.record import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -90,6 +90,9 @@ class Job:
         ConfigError
             There is no MPI library, or it does not see the ranks that the launcher started.
         """
+        # A plain mpirun has not set what our own launch sets; MPI reads it when it starts.
+        defaults = Launcher(_launcher_flavour() or "unknown", "", "")
+        os.environ.update(defaults.environment(self.size, os.environ))
         try:
             from mpisim.comm.mpi import connect
         except (ImportError, RuntimeError) as error:  # mpi4py raises either
@@ -282,10 +285,7 @@ def _check_flavour(size: int) -> None:
     """
     if size == 1 or "MPI4PY_LIBMPI" in os.environ or "MPI4PY_MPIABI" in os.environ:
         return
-    launcher = "openmpi" if "OMPI_COMM_WORLD_SIZE" in os.environ else None
-    if "HYDI_CONTROL_FD" in os.environ:
-        launcher = "mpich"
-    library = _library_flavour()
+    launcher, library = _launcher_flavour(), _library_flavour()
     if launcher and library and launcher != library:
         names = {"openmpi": "Open MPI", "mpich": "MPICH"}
         raise ConfigError(
@@ -293,6 +293,12 @@ def _check_flavour(size: int) -> None:
             f"{names[launcher]} and the library of {names[library]}. Start with `mpisim train`, "
             f"or with {Path(sys.prefix) / 'bin' / 'mpirun'}."
         )
+
+
+def _launcher_flavour() -> str | None:
+    if "HYDI_CONTROL_FD" in os.environ:
+        return "mpich"
+    return "openmpi" if "OMPI_COMM_WORLD_SIZE" in os.environ else None
 
 
 def _library_flavour() -> str | None:

@@ -168,6 +168,26 @@ def test_a_crash_comes_with_its_traceback_and_rank_once(tmp_path):
     assert second.stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("env", "name", "value"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_MCA_btl", "^ofi"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_btl": "tcp"}, "OMPI_MCA_btl", "tcp"),
+        ({"HYDI_CONTROL_FD": "7"}, "MPIR_CVAR_POLLS_BEFORE_YIELD", "10"),
+        ({}, "OMPI_MCA_btl", None),
+    ],
+)
+def test_a_plain_mpirun_gets_the_settings_that_a_launch_gets(tmp_path, env, name, value):
+    body = (
+        "import types; mpi = types.ModuleType('mpi')\n"
+        "    sys.modules['mpisim.comm.mpi'] = mpi\n"
+        f"    def connect(**options): print(os.environ.get({name!r})); raise PeerLost('x')\n"
+        "    mpi.connect = connect; job.connect()"
+    )
+    (done,) = run_ranks(tmp_path, body, (0,), MPI4PY_LIBMPI="any", **env)
+    assert done.stdout == f"{value}\n", done.stderr
+
+
 def test_clean_up_cannot_hold_a_failed_rank(tmp_path):
     """What runs at exit, such as MPI's own clean-up, would wait for ranks that never come."""
     body = "import atexit; atexit.register(time.sleep, 600); raise PeerLost('gone.')"
