@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from mpisim.comm import programs
+from mpisim.comm import programs as programs_module
 from mpisim.comm.communicator import Communicator
 from mpisim.comm.local import run_threads
 from mpisim.errors import CheckpointError
@@ -402,7 +402,7 @@ def test_stalls_are_the_waits_inside_blocking_ops(tmp_path):
 
 def test_memory_is_bounded_by_spilling(tmp_path, monkeypatch):
     """Thousands of runs within one step: the lists stay short and nothing is lost."""
-    monkeypatch.setattr(programs, "SPILL_STAMPS", 60)
+    monkeypatch.setattr(programs_module, "SPILL_STAMPS", 60)
     longest = [0, 0]
     buffers = [np.zeros(7), np.zeros(7)]
 
