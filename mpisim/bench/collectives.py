@@ -88,17 +88,13 @@ def _measure_one(
             lambda: raw.Allgatherv(library_mine, [y, counts]),
         ]
     calls.append(lambda: np.copyto(copied, y))
-
-    def fill() -> None:
-        # Fresh values in this core's cache: what a gradient bucket is when its ring starts.
-        for array in (x, y, mine, library_mine):
-            array.fill(_FILL)
-
-    fill()
-    calls[0]()
-    calls[1]()
-    errors = _count_errors(collective, size, x, mine)
-    times = _rounds(raw, calls, fill)
+    # Filled just before each call: fresh values in this core's cache, as a gradient bucket has
+    # when its ring starts; the same for all three.
+    inputs = [(x, mine), (y, library_mine), (y, copied)]
+    errors = _count_errors(collective, calls[0], rank, bounds, x, mine)
+    for call in calls[1:]:
+        call()
+    times = _rounds(raw, calls, inputs)
     ours, library, copy = np.median(times, axis=0) * 1e6
     factor = (2 if collective == "all_reduce" else 1) * (size - 1) / size
     gathered = np.array([errors, communicator.scratch_bytes], dtype=np.float64)
@@ -124,15 +120,34 @@ def _measure_one(
     return row
 
 
-def _count_errors(collective: str, size: int, x: np.ndarray, mine: np.ndarray) -> int:
-    if collective == "all_reduce":
-        return int(np.count_nonzero(x != size * _FILL))
-    if collective == "reduce_scatter":
-        return int(np.count_nonzero(mine != size * _FILL))
-    return int(np.count_nonzero(x != _FILL))
+def _count_errors(
+    collective: str,
+    call: Callable[[], Any],
+    rank: int,
+    bounds: tuple[int, ...],
+    x: np.ndarray,
+    mine: np.ndarray,
+) -> int:
+    """Run `call` once on values that differ by rank, and count wrong elements of its result."""
+    size = len(bounds) - 1
+    if collective == "all_gather":
+        x.fill(-1.0)
+        mine.fill(rank + 1.0)
+        call()
+        return sum(
+            int(np.count_nonzero(x[bounds[owner] : bounds[owner + 1]] != owner + 1.0))
+            for owner in range(size)
+        )
+    x.fill(rank + 1.0)
+    mine.fill(-1.0)
+    call()
+    result = x if collective == "all_reduce" else mine
+    return int(np.count_nonzero(result != size * (size + 1) / 2))
 
 
-def _rounds(raw: Any, calls: list[Callable[[], Any]], fill: Callable[[], None]) -> np.ndarray:
+def _rounds(
+    raw: Any, calls: list[Callable[[], Any]], inputs: list[tuple[np.ndarray, ...]]
+) -> np.ndarray:
     """Return the time of each call per kept round, seconds, slowest rank; shape (rounds, calls)."""
     from mpisim.comm.mpi import MPI
 
@@ -148,7 +163,8 @@ def _rounds(raw: Any, calls: list[Callable[[], Any]], fill: Callable[[], None]) 
         going = True
         while going:
             for position, call in enumerate(calls):
-                fill()
+                for array in inputs[position]:
+                    array.fill(_FILL)
                 raw.Barrier()
                 start = clock()
                 call()
