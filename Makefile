@@ -14,7 +14,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-mpich demo test test-all lint format plots bench bench-mpich wheel clean
+.PHONY: help install install-mpich demo overlap test test-all lint format plots bench bench-mpich wheel clean
 
 help: ## List all targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,11 @@ endef
 demo: install ## Train the demo on 4 ranks and draw its pictures
 	$(BIN)/mpisim train experiments/demo/demo.toml --ranks 4 --overwrite
 	@$(MAKE) plots RUN=runs/demo
+
+overlap: install ## Measure how much of the gradient rings hides behind the backward
+	$(BIN)/mpisim train experiments/overlap/overlap.toml --ranks 4 --overwrite
+	$(BIN)/python experiments/overlap/overlap.py runs/overlap
+	@$(MAKE) plots RUN=runs/overlap
 
 test: install install-mpich lint ## Run lint and all tests; the MPI tests with both MPIs
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ class Console:
     def __init__(self, config: RunConfig, job: Job, primary_baseline: str) -> None:
         self.config = config
         self.primary = primary_baseline
+        self._screen = job.screen
         self._unit = "" if config.data.kind == "regression" else " nats"
         self._every = config.train.log_every or max(1, config.train.steps // _LINES)
         self._bar: Any = None
@@ -41,7 +41,7 @@ class Console:
             from tqdm import tqdm
 
             self._bar = tqdm(
-                total=config.train.steps, file=sys.stdout, ncols=job.columns, unit="step",
+                total=config.train.steps, file=job.screen, ncols=job.columns, unit="step",
                 dynamic_ncols=False, leave=False,
             )  # fmt: skip
 
@@ -114,7 +114,7 @@ class Console:
 
     def _line(self, text: str) -> None:
         if self._bar is not None:
-            self._bar.write(text, file=sys.stdout)
+            self._bar.write(text, file=self._screen)
         else:
-            sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+            self._screen.write(text + "\n")
+        self._screen.flush()
