@@ -150,7 +150,7 @@ class Communicator:
         -----
         Collective: every rank calls it with the same n and dtype. Messages and bytes: the step
         table (`mpisim.layouts.steps.all_reduce_table`). Memory: the group's scratch, at most two
-        chunks up to 2 MiB, two segments of at most 1 MiB up to 4 MiB, two of at most 512 KiB
+        chunks up to 2 MiB, two segments of at most 1 MiB up to 32 MiB, two of at most 512 KiB
         above. The order of additions is fixed by the
         table, the same on every run; 16-bit values are added in float32 and rounded once a hop.
         """

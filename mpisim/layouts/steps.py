@@ -35,9 +35,11 @@ PIPELINE_BYTES = 2 << 20
 STREAM_BYTES = 4 << 20
 """Above, no private cache holds the buffer: its pieces are sent with one copy (see comm)."""
 SEGMENT_BYTES = 1 << 20
-"""Largest segment of a pipelined ring up to `STREAM_BYTES`; a chunk has at least two."""
-STREAM_SEGMENT_BYTES = 512 << 10
-"""Largest segment above `STREAM_BYTES`: what bounds the scratch of any buffer."""
+"""Largest segment of a pipelined ring; a chunk has at least two."""
+LARGE_BYTES = 32 << 20
+"""Above, segments are shorter, which bounds the scratch of any buffer."""
+LARGE_SEGMENT_BYTES = 512 << 10
+"""Largest segment above `LARGE_BYTES`."""
 
 PIPELINE_DEPTH = 2
 """Receives that a pipelined program keeps posted ahead of the segment it is adding."""
@@ -188,7 +190,7 @@ def num_segments(bounds: tuple[int, ...], itemsize: int) -> int:
     if nbytes <= PIPELINE_BYTES:
         return 1
     longest = max(hi - lo for lo, hi in zip(bounds, bounds[1:], strict=False)) * itemsize
-    segment = SEGMENT_BYTES if nbytes <= STREAM_BYTES else STREAM_SEGMENT_BYTES
+    segment = SEGMENT_BYTES if nbytes <= LARGE_BYTES else LARGE_SEGMENT_BYTES
     return max(2, -(-longest // segment))
 
 

@@ -91,7 +91,7 @@ def tiny_segments(pipeline_bytes, segment_bytes, latency_bytes=0):
     names = {
         "PIPELINE_BYTES": pipeline_bytes,
         "SEGMENT_BYTES": segment_bytes,
-        "STREAM_SEGMENT_BYTES": segment_bytes,
+        "LARGE_SEGMENT_BYTES": segment_bytes,
         "LATENCY_BYTES": latency_bytes,
     }
     saved = {name: getattr(steps, name) for name in names}

@@ -32,7 +32,7 @@ TABLES = (all_reduce_table, reduce_scatter_table, all_gather_table)
 
 @pytest.fixture
 def tiny_segments(monkeypatch):
-    for name, value in (("PIPELINE_BYTES", 32), ("SEGMENT_BYTES", 8), ("STREAM_SEGMENT_BYTES", 8)):
+    for name, value in (("PIPELINE_BYTES", 32), ("SEGMENT_BYTES", 8), ("LARGE_SEGMENT_BYTES", 8)):
         monkeypatch.setattr(steps, name, value)
     for table in TABLES:
         table.cache_clear()
@@ -316,8 +316,8 @@ class TestChoice:
                 segments = num_segments(bounds, 4)
                 longest = -(-(bounds[1] - bounds[0]) // segments) * 4
                 largest = (
-                    steps.SEGMENT_BYTES if 4 * count <= steps.STREAM_BYTES
-                    else steps.STREAM_SEGMENT_BYTES
+                    steps.SEGMENT_BYTES if 4 * count <= steps.LARGE_BYTES
+                    else steps.LARGE_SEGMENT_BYTES
                 )  # fmt: skip
                 assert longest <= largest
 

@@ -40,7 +40,7 @@ HEADER = {"rank": 1, "ranks": 2, "memory_categories": ["params", "grads"], "cloc
 @pytest.fixture
 def tiny_segments(monkeypatch):
     for name, value in (
-        ("PIPELINE_BYTES", 64), ("SEGMENT_BYTES", 16), ("STREAM_SEGMENT_BYTES", 16),
+        ("PIPELINE_BYTES", 64), ("SEGMENT_BYTES", 16), ("LARGE_SEGMENT_BYTES", 16),
     ):  # fmt: skip
         monkeypatch.setattr(steps, name, value)
     tables = (all_reduce_table, reduce_scatter_table, all_gather_table)
