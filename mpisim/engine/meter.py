@@ -10,9 +10,11 @@ import numpy as np
 
 from mpisim.comm.communicator import Communicator, Traffic
 from mpisim.layouts.metrics import STALL_CAUSES
-from mpisim.trace.events import RECV, SEND
+from mpisim.trace.events import ACTIVITIES, RECV, SEND
+from mpisim.trace.recorder import ProgramStamps
 
 _CAUSES = {"recv": RECV, "send": SEND}
+_BETWEEN_RUNS = len(ACTIVITIES)
 
 
 class StepMeter:
@@ -20,7 +22,7 @@ class StepMeter:
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, str], Traffic] = {}
-        self._codes: dict[int, np.ndarray] = {}
+        self._codes: dict[tuple, np.ndarray] = {}
         self.stall_totals = dict.fromkeys(STALL_CAUSES, 0.0)
 
     def traffic(self, communicator: Communicator) -> dict[tuple[str, str], Traffic]:
@@ -44,19 +46,33 @@ class StepMeter:
             Start and end of every op that did nothing but wait on this axis, in order, seconds.
             Only waiting inside them counts: beside it, compute went on.
         """
-        seconds = np.zeros(4)
         edges = np.array(blocked or [0.0, 0.0])
         # Time spent blocked up to each edge; between two edges it grows with the time, or not.
         waited = np.repeat(np.cumsum(edges[1::2] - edges[::2]), 2)
         waited[::2] -= edges[1::2] - edges[::2]
+        stamps: list[float] = []
+        ran: list[tuple[ProgramStamps, int]] = []
         for program in communicator.programs():
-            stamps = program.stamps
-            if stamps is None or not stamps.stamps:
-                continue
-            codes = self._codes.get(id(program))
-            if codes is None:
-                codes = self._codes[id(program)] = np.array(stamps.activity_codes)
-            times = np.interp(stamps.stamps, edges, waited).reshape(-1, stamps.per_run)
-            spans = np.diff(times, axis=1).sum(axis=0)
-            seconds += np.bincount(codes, weights=spans, minlength=4)
+            recorded = program.stamps
+            if recorded is not None and recorded.stamps:
+                stamps += recorded.stamps
+                ran.append((recorded, len(recorded.stamps) // recorded.per_run))
+        if not stamps:
+            return {(communicator.axis, cause): 0.0 for cause in _CAUSES}
+        # All stamps of the step at once; the span between two runs is nobody's.
+        spans = np.diff(np.interp(stamps, edges, waited))
+        seconds = np.bincount(self._span_codes(ran), weights=spans, minlength=_BETWEEN_RUNS)
         return {(communicator.axis, cause): float(seconds[code]) for cause, code in _CAUSES.items()}
+
+    def _span_codes(self, ran: list[tuple[ProgramStamps, int]]) -> np.ndarray:
+        """Return what each span between two stamps was spent on; the same every step, so kept."""
+        key = tuple((recorded.ident, runs) for recorded, runs in ran)
+        codes = self._codes.get(key)
+        if codes is None:
+            listed = [
+                code
+                for recorded, runs in ran
+                for code in (*recorded.activity_codes, _BETWEEN_RUNS) * runs
+            ]
+            codes = self._codes[key] = np.array(listed[:-1])
+        return codes

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import time
+from array import array
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from mpisim.trace.events import PlanTable, ProgramTable
 from mpisim.trace.store import HEADER, MEMORY, OPS, PLAN, PROGRAM, RUNS, TraceWriter
@@ -57,7 +56,7 @@ class Recorder:
         self.op_stamps: list[float] = []
         self._memory: list[float] = []
         if self._writer is not None:
-            self._writer.write(HEADER, 0, -1, json.dumps(header or {}).encode())
+            self._writer.write((HEADER, 0, -1, json.dumps(header or {}).encode()))
 
     def add_program(self, table: ProgramTable) -> ProgramStamps:
         """Register a compiled collective; its runs append to the returned object's list."""
@@ -65,7 +64,7 @@ class Recorder:
         self._programs.append(stamps)
         if self._writer is not None:
             text = json.dumps(table.to_json(), separators=(",", ":"))
-            self._writer.write(PROGRAM, stamps.ident, self.step, text.encode())
+            self._writer.write((PROGRAM, stamps.ident, self.step, text.encode()))
         return stamps
 
     def add_plan(self, table: PlanTable) -> int:
@@ -74,7 +73,7 @@ class Recorder:
         self._num_plans += 1
         if self._writer is not None:
             text = json.dumps(table.to_json(), separators=(",", ":"))
-            self._writer.write(PLAN, ident, self.step, text.encode())
+            self._writer.write((PLAN, ident, self.step, text.encode()))
         return ident
 
     def add_memory(self, op_index: int, values: tuple[int, ...]) -> None:
@@ -86,20 +85,23 @@ class Recorder:
     def spill(self, program: ProgramStamps) -> None:
         """Write one program's stamps out (complete runs only)."""
         if self._writer is not None and program.stamps:
-            stamps = np.array(program.stamps)
-            self._writer.write(RUNS, program.ident, self.step, stamps.tobytes())
+            self._writer.write(self._runs(program))
         program.stamps.clear()
+
+    def _runs(self, program: ProgramStamps) -> tuple[int, int, int, bytes]:
+        return RUNS, program.ident, self.step, array("d", program.stamps).tobytes()
 
     def end_step(self, plan: int) -> None:
         """Write everything recorded since the last call, as step `self.step` of plan `plan`."""
-        writer = self._writer
-        if writer is not None:
-            for program in self._programs:
-                if program.stamps:
-                    self.spill(program)
-            writer.write(OPS, plan, self.step, np.array(self.op_stamps).tobytes())
+        if self._writer is not None:
+            ran = [program for program in self._programs if program.stamps]
+            records = [self._runs(program) for program in ran]
+            records.append((OPS, plan, self.step, array("d", self.op_stamps).tobytes()))
             if self._memory:
-                writer.write(MEMORY, plan, self.step, np.array(self._memory).tobytes())
+                records.append((MEMORY, plan, self.step, array("d", self._memory).tobytes()))
+            self._writer.write(*records)
+            for program in ran:
+                program.stamps.clear()
         self.op_stamps.clear()
         self._memory.clear()
 

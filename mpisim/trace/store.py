@@ -1,4 +1,4 @@
-"""The trace file of one rank: framed records, appended with one `write` each.
+"""The trace file of one rank: framed records, those of a step appended with one `write`.
 
     8 bytes   file magic "MPISIMT1"
     records   16-byte head: kind (u1), 3 zero bytes, id (u4), step (i4), payload bytes (u4);
@@ -39,15 +39,18 @@ HEADER, PLAN, PROGRAM, OPS, RUNS, MEMORY = range(6)
 
 
 class TraceWriter:
-    """Appends records to a new trace file, unbuffered, one system call per record."""
+    """Appends records to a new trace file, unbuffered, one system call per `write`."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
         self._write_all(MAGIC)
 
-    def write(self, kind: int, ident: int, step: int, payload: bytes) -> None:
-        """Append one record."""
-        self._write_all(_HEAD.pack(kind, ident, step, len(payload)) + payload)
+    def write(self, *records: tuple[int, int, int, bytes]) -> None:
+        """Append records, each given as (kind, id, step, payload)."""
+        parts = []
+        for kind, ident, step, payload in records:
+            parts += (_HEAD.pack(kind, ident, step, len(payload)), payload)
+        self._write_all(b"".join(parts))
 
     def _write_all(self, data: bytes) -> None:
         # A nearly full disk takes a part; going on behind a part would garble the file.
