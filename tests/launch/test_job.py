@@ -293,7 +293,7 @@ OTHER = {".venv": ".venv-mpich", ".venv-mpich": ".venv"}
 
 
 @pytest.mark.skipif(Path(sys.prefix).name not in OTHER, reason="not in an environment of make")
-def test_the_launcher_of_another_mpi_is_refused_once():
+def test_C076_the_launcher_of_another_mpi_is_refused_once():
     other = Path(sys.prefix).with_name(OTHER[Path(sys.prefix).name]) / "bin" / "mpirun"
     if not other.exists():
         pytest.skip("the other environment is not there")

@@ -81,7 +81,7 @@ def test_flags():
 
 
 @pytest.mark.parametrize("kind", ["openmpi", "mpich", "unknown"])
-def test_ranks_get_one_blas_thread_and_what_a_user_set_stays(kind):
+def test_C081_ranks_get_one_blas_thread_and_what_a_user_set_stays(kind):
     launcher = Launcher(kind, "/x/mpirun", "5")
     added = launcher.environment(2, {"OMP_NUM_THREADS": "7", "OMPI_MCA_btl": "tcp,self"})
     assert added["OPENBLAS_NUM_THREADS"] == added["MKL_NUM_THREADS"] == "1"

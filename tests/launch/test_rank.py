@@ -90,7 +90,7 @@ def test_the_wrong_library_is_refused_before_it_starts(
         rank_module._check_flavour(2)
 
 
-def test_blas_threads_are_one_unless_chosen(monkeypatch):
+def test_C081_blas_threads_are_one_unless_chosen(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
     monkeypatch.setenv("MKL_NUM_THREADS", "")  # so that it is put back afterwards
