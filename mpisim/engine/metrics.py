@@ -39,7 +39,7 @@ def fill_metrics(state: EngineState) -> None:
     values[_INDEX["rows"]] = sum(state.plan_rows)
     if recorder.enabled:
         stalls = meter.stalls(state.dp, blocked["dp"])
-        stalls |= meter.stalls(state.control, blocked["control"])
+        stalls |= meter.whole_stalls(state.control)
     else:
         # Without stamps inside the collectives, all time in a blocking op counts as waiting.
         stalls = {
