@@ -5,6 +5,9 @@
     +-- PlanError                         a plan breaks a rule of plan/check.py
     |   +-- DeadlockError                 its ranks would wait for each other for ever
     +-- MemoryBudgetExceeded              an allocation would pass the budget
+    +-- BatchError (also ValueError)      a microbatch is not what its plan or its model says
+    +-- RecomputeMismatch                 a replayed forward differs from the first one
+    +-- LossScaleError                    the loss scale reached its floor
     +-- CommError                         a message or a peer went wrong
     |   +-- CommTimeout                   a peer did not answer in time
     |   +-- PeerLost                      a peer is gone
@@ -36,6 +39,18 @@ class DeadlockError(PlanError):
 
 class MemoryBudgetExceeded(MpisimError):
     """An allocation would pass the byte budget of a rank."""
+
+
+class BatchError(MpisimError, ValueError):
+    """A microbatch is not what its plan or its model says; the update was not made."""
+
+
+class RecomputeMismatch(MpisimError):
+    """A replayed forward differs in some bit from the first one: its gradients would be wrong."""
+
+
+class LossScaleError(MpisimError):
+    """Steps were skipped until the loss scale reached its floor."""
 
 
 class CommError(MpisimError):

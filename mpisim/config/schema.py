@@ -46,7 +46,11 @@ class DataSection(Section):
     path: str | None = None
     """File for kind `text`, required there and refused elsewhere."""
     window: Annotated[int, Field(ge=1, le=4096)] = 8
-    """Context length in bytes: this many bytes predict the next one (kinds stdlib and text)."""
+    """Tokens of a row (kinds stdlib and text). mlp: these bytes predict the next one; decoder: every
+    token of the row predicts its successor."""
+    layout: Literal["packed", "padded"] = "packed"
+    """How documents become rows of the decoder. `packed`: one after the other, rows are full and a
+    token sees only its own document; `padded`: a row holds one document or a piece of one."""
     max_bytes: NonNegativeInt = 0
     """Use at most this many bytes of text; 0 means all."""
     num_rows: PositiveInt = 4096
@@ -71,16 +75,84 @@ class DataSection(Section):
 class ModelSection(Section):
     """The network."""
 
-    kind: Literal["mlp"] = "mlp"
-    """`mlp`: a multi-layer perceptron; over text its input is the embedded, flattened window."""
+    kind: Literal["mlp", "decoder"] = "mlp"
+    """`mlp`: a multi-layer perceptron; over text its input is the embedded, flattened window.
+    `decoder`: a decoder-only transformer over text (RMSNorm, rotary attention, SwiGLU)."""
     hidden: tuple[PositiveInt, ...] = (256,)
     """Widths of the hidden layers, first to last; each is one block. Empty means linear."""
     activation: Literal["relu", "tanh", "gelu"] = "relu"
     """Nonlinearity of the hidden layers."""
     embed_dim: PositiveInt = 16
-    """Width of the byte embedding (text only)."""
+    """Width of the byte embedding (mlp over text only)."""
+    d_model: PositiveInt = 64
+    """Width of the residual stream (decoder)."""
+    num_blocks: PositiveInt = 4
+    """Blocks of attention and feed-forward (decoder)."""
+    num_heads: PositiveInt = 4
+    """Query heads; must divide d_model into an even head size (decoder)."""
+    num_kv_heads: NonNegativeInt = 0
+    """Key and value heads, shared by groups of query heads; 0 means num_heads (decoder)."""
+    d_ff: NonNegativeInt = 0
+    """Hidden width of SwiGLU; 0 means 8/3 of d_model, rounded up to a multiple of 8 (decoder)."""
+    tied: bool = True
+    """Use the token table as the output weights, too (decoder)."""
+    vocab_size: NonNegativeInt = 0
+    """Rows of the token table; 0 means 266: 256 bytes and ten specials (decoder)."""
+    max_len: NonNegativeInt = 0
+    """Longest row the model can take, tokens; 0 means data.window (decoder)."""
+    rope_theta: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 10000.0
+    """Base of the rotary angles (decoder)."""
+    norm_eps: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1e-5
+    """Added to the mean square in RMSNorm (decoder)."""
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Share of the outputs of attention and feed-forward that is dropped; 0 means off (decoder)."""
+    loss_chunk_tokens: NonNegativeInt = 0
+    """Tokens whose logits exist at one time, recomputed in backward; 0 means all (decoder)."""
     dtype: Literal["float32", "float64"] = "float32"
-    """Dtype of parameters, activations, gradients and messages."""
+    """Dtype in which parameters are kept and updated; see [precision] for the others."""
+
+
+class PrecisionSection(Section):
+    """In which dtypes values are stored, added up and sent, and the loss scale."""
+
+    compute: Literal["same", "float32", "float64", "bfloat16", "float16"] = "same"
+    """Dtype in which working weights, activations and their gradients are stored; `same` means
+    model.dtype. 16-bit values are multiplied and added in float32."""
+    reduce: Literal["same", "float32", "float64", "bfloat16", "float16"] = "same"
+    """Dtype in which gradients are added up over microbatches and ranks; `same` means model.dtype."""
+    wire: Literal["same", "float32", "float64", "bfloat16", "float16"] = "same"
+    """Dtype of gradients in messages; `same` means that of `reduce`."""
+    loss_scale: Literal["auto", "none", "static", "dynamic"] = "auto"
+    """`static`: backward starts from init_scale times the loss; `dynamic`: a step whose gradients
+    are not finite is skipped and the scale lowered; `auto`: dynamic for float16, else none."""
+    init_scale: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 65536.0
+    """First loss scale (static and dynamic)."""
+    growth_interval: PositiveInt = 2000
+    """Updates in a row without a skip after which the scale grows (dynamic)."""
+    growth_factor: Annotated[float, Field(gt=1.0, allow_inf_nan=False)] = 2.0
+    """Factor by which the scale grows (dynamic)."""
+    backoff_factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    """Factor by which a skipped step lowers the scale (dynamic)."""
+    min_scale: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.0
+    """Floor: a skip that would lower the scale below it ends the run (dynamic)."""
+
+
+class MemorySection(Section):
+    """What backward keeps and what it computes again."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    """`none`: keep all; `selective`: compute attention weights again; `full`: keep only the inputs
+    of blocks and run each block's forward again in backward."""
+    recompute_every: PositiveInt = 1
+    """Blocks that share one kept input (full): only every k-th block's input is kept."""
+
+
+class ComputeSection(Section):
+    """Who computes the element-wise work."""
+
+    kernels: Literal["auto", "numpy", "numba"] = "auto"
+    """`numba`: fused kernels of the extra `fast`; `numpy`: the reference; `auto`: Numba if it is
+    installed."""
 
 
 class OptimizerSection(Section):
@@ -166,6 +238,9 @@ class RunConfig(Section):
     run: RunSection = RunSection()
     data: DataSection = DataSection()
     model: ModelSection = ModelSection()
+    precision: PrecisionSection = PrecisionSection()
+    memory: MemorySection = MemorySection()
+    compute: ComputeSection = ComputeSection()
     optimizer: OptimizerSection = OptimizerSection()
     train: TrainSection = TrainSection()
     parallel: ParallelSection = ParallelSection()

@@ -1,0 +1,39 @@
+"""What a microbatch is: inputs, targets, and where documents start.
+
+Data sets return it, the engine hands its parts to the layers. No loading and no shuffling here.
+
+Shape suffixes: B batch rows, T positions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+IGNORED = -1
+"""Target of a position that predicts nothing: padding, or the last token of a document."""
+
+
+class Batch(NamedTuple):
+    """Rows of one microbatch; arrays that the caller owns."""
+
+    x: np.ndarray
+    """Token ids of shape (B, T), or floats of shape (B, num_features)."""
+    targets: np.ndarray
+    """Class ids of shape (B,) or (B, T) with `IGNORED` where nothing is predicted, or floats of
+    shape (B, num_targets)."""
+    starts: np.ndarray | None = None
+    """Column of the first token of the document that each position belongs to, shape (B, T),
+    int32; None: every row is one document from column 0."""
+
+    @property
+    def num_targets(self) -> int:
+        """Valid targets: rows, or positions whose target is not `IGNORED`."""
+        if self.targets.ndim == 2 and self.targets.dtype.kind == "i":
+            return int(np.count_nonzero(self.targets != IGNORED))
+        return len(self.targets)
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """Return the arrays that there are."""
+        return tuple(array for array in self if array is not None)
