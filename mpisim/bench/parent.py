@@ -73,7 +73,7 @@ def bench_collectives(
     results = []
     library = ""
     for number in range(launches):
-        status, found = _start("collectives", {"sizes": chosen}, ranks)
+        status, found = start_ranks("collectives", {"sizes": chosen}, ranks)
         if status != EXIT_DONE:
             return BenchResult(status, [], "")
         rows, library = found
@@ -104,7 +104,7 @@ def bench_trace(*, ranks: int, rounds: int = 60) -> BenchResult:
     BenchResult
         One row: `step_traced_us`, `step_untraced_us`, `overhead` (a share: 0.01 is 1%).
     """
-    status, found = _start("trace", {"rounds": rounds}, ranks)
+    status, found = start_ranks("trace", {"rounds": rounds}, ranks)
     if status != EXIT_DONE:
         return BenchResult(status, [], "")
     row, library = found
@@ -116,7 +116,24 @@ def bench_trace(*, ranks: int, rounds: int = 60) -> BenchResult:
     return BenchResult(status, [row], text)
 
 
-def _start(kind: str, options: dict[str, Any], ranks: int) -> tuple[int, Any]:
+def start_ranks(kind: str, options: dict[str, Any], ranks: int) -> tuple[int, Any]:
+    """Start the ranks of one benchmark and wait for them.
+
+    Parameters
+    ----------
+    kind : str
+        Which benchmark; see ranks.py.
+    options : dict
+        Handed to the ranks as JSON.
+    ranks : int
+
+    Returns
+    -------
+    status : int
+        Exit status; not 0: the launch failed and said why.
+    found : list or None
+        What rank 0 found, and the MPI library's name.
+    """
     with tempfile.TemporaryDirectory(prefix="mpisim-bench-") as folder:
         out = Path(folder) / "rows.json"
         command = [

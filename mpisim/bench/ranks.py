@@ -25,6 +25,10 @@ def main() -> int:
 
             with temporary_dir() as folder:
                 rows = measure(transport, options["sizes"], Path(folder))
+        elif kind == "step":
+            from mpisim.bench.step_rank import measure_step
+
+            rows = measure_step(transport, **options)
         else:
             from mpisim.bench.tracing import measure_steps
 

@@ -21,6 +21,7 @@ from mpisim.errors import CommError
 from mpisim.layouts.chunks import chunk_bounds
 from mpisim.layouts.steps import (
     ALGORITHMS,
+    REDUCTIONS,
     StepTable,
     all_gather_table,
     all_reduce_table,
@@ -34,6 +35,9 @@ CACHED_PROGRAMS = 256
 
 SUMMED = ("float64", "float32", "float16", "bfloat16", "int64")
 """Dtypes that collectives add. Narrow integers are moved but not added: they wrap in silence."""
+
+COMPARED = ("float64", "int64")
+"""Dtypes that an all-reduce takes the maximum of: flags and extremes of the control group."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,8 @@ class Communicator:
         self.axis, self.channel, self.algorithm = axis, channel, algorithm
         self._recorder = recorder if recorder is not None and recorder.enabled else None
         self._clock = recorder.clock if recorder is not None else time.perf_counter
-        self._all_reduces: dict[int, Program] = {}
+        # Sums by id(x), because they are looked up in a hurry; the others by (id(x), reduction).
+        self._all_reduces: dict[int | tuple[int, str], Program] = {}
         self._others: dict[tuple, Program] = {}
         self._queue: deque[Program] = deque()
         self._scratch = np.empty(0, dtype=np.uint8)
@@ -126,15 +131,19 @@ class Communicator:
 
     # Collectives -------------------------------------------------------------------------
 
-    def all_reduce(self, x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Sum `x` over the group; every rank ends with the same bits.
+    def all_reduce(
+        self, x: np.ndarray, out: np.ndarray | None = None, reduction: str = "sum"
+    ) -> np.ndarray:
+        """Combine `x` over the group; every rank ends with the same bits.
 
         Parameters
         ----------
-        x : ndarray of shape (n,), one of `SUMMED`
-            This rank's addend. Overwritten when `out` is None, else not modified.
+        x : ndarray of shape (n,), one of `SUMMED` (max: `COMPARED`)
+            This rank's part. Overwritten when `out` is None, else not modified.
         out : ndarray of shape (n,), same dtype, optional
-            Receives the sum.
+            Receives the result.
+        reduction : str
+            ``sum``, or ``max``: the largest of each element, NaN where any rank has NaN.
 
         Returns
         -------
@@ -148,17 +157,23 @@ class Communicator:
 
         Notes
         -----
-        Collective: every rank calls it with the same n and dtype. Messages and bytes: the step
-        table (`mpisim.layouts.steps.all_reduce_table`). Memory: the group's scratch, at most two
-        chunks up to 2 MiB, two segments of at most 1 MiB up to 32 MiB, two of at most 512 KiB
-        above. The order of additions is fixed by the
-        table, the same on every run; 16-bit values are added in float32 and rounded once a hop.
+        Collective: every rank calls it with the same n, dtype and reduction. Messages and bytes:
+        the step table (`mpisim.layouts.steps.all_reduce_table`), whatever the reduction. Memory:
+        the group's scratch, at most two chunks up to 2 MiB, two segments of at most 1 MiB up to
+        32 MiB, two of at most 512 KiB above. The order of additions is fixed by the table, the
+        same on every run. 16-bit values travel as 2 bytes, are added in float32 and rounded once
+        a hop; a sum that overflows is inf, without a warning.
         """
         if out is not None:
             _check_vector(x)
             _check_out(out, x.dtype, x.size)
             np.copyto(out, x)
             x = out
+        if reduction != "sum":
+            program = self._find_all_reduce(x, reduction=reduction)
+            self.start(program)
+            self.wait(program)
+            return x
         # As `_run`, with as few look-ups as can be: at 1 KiB all this is a tenth of the time.
         try:
             program = self._all_reduces[id(x)]
@@ -177,27 +192,34 @@ class Communicator:
         return x
 
     def prepare_all_reduce(
-        self, x: np.ndarray, label: str = "", background: bool = False
+        self, x: np.ndarray, label: str = "", background: bool = False, reduction: str = "sum"
     ) -> Program:
         """Compile the in-place all-reduce of `x`, or return the one compiled before.
 
         `label` names it in the trace; `background` says that it will be advanced beside compute
-        (the same on every rank; it changes how messages travel, not what they say). The program
-        is kept until `close`.
+        (the same on every rank; it changes how messages travel, not what they say); `reduction`
+        is that of `all_reduce`, and the sum and the maximum of one buffer are two programs. The
+        program is kept until `close`.
         """
-        program = self._all_reduces.get(id(x))
-        if program is None or program.x is not x:
-            program = self._compile_all_reduce(x, label, background)
+        program = self._find_all_reduce(x, label, background, reduction)
         program.kept = True
         return program
 
+    def _find_all_reduce(
+        self, x: np.ndarray, label: str = "", background: bool = False, reduction: str = "sum"
+    ) -> Program:
+        program = self._all_reduces.get(id(x) if reduction == "sum" else (id(x), reduction))
+        if program is None or program.x is not x:
+            program = self._compile_all_reduce(x, label, background, reduction)
+        return program
+
     def _compile_all_reduce(
-        self, x: np.ndarray, label: str = "", background: bool = False
+        self, x: np.ndarray, label: str = "", background: bool = False, reduction: str = "sum"
     ) -> Program:
         _check_vector(x)
         table = all_reduce_table(x.size, self.size, x.itemsize, self.algorithm)
-        program = self._compile(table, x, None, label, background)
-        self._all_reduces[id(x)] = program
+        program = self._compile(table, x, None, label, background, reduction)
+        self._all_reduces[id(x) if reduction == "sum" else (id(x), reduction)] = program
         self._evict(self._all_reduces)
         return program
 
@@ -398,8 +420,19 @@ class Communicator:
         out: np.ndarray | None,
         label: str = "",
         background: bool = False,
+        reduction: str = "sum",
     ) -> Program:
         recorder = self._recorder
+        if reduction not in REDUCTIONS:
+            raise ValueError(
+                f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}. Name one "
+                f"of these."
+            )
+        if reduction == "max" and x.dtype.name not in COMPARED:
+            raise ValueError(
+                f"dtype of a maximum must be one of {', '.join(COMPARED)}; got {x.dtype}. Convert "
+                f"it first."
+            )
         if table.collective in ("all_reduce", "reduce_scatter") and x.dtype.name not in SUMMED:
             raise ValueError(
                 f"dtype of a sum must be one of {', '.join(SUMMED)}; got {x.dtype}. Convert it "
@@ -419,6 +452,7 @@ class Communicator:
             self.axis,
             label,
             background,
+            reduction,
         )
 
     def _lend_scratch(self, count: int, dtype: np.dtype) -> np.ndarray:

@@ -34,7 +34,7 @@ class Row:
     send: Message | None
     recv: Message | None
     combine: Arrays | None = None
-    """(left, right, out): out = left + right once the receive is complete."""
+    """(left, right, out): out = left + right (or their maximum) once the receive is complete."""
     combine_last: bool = False
     """`combine` writes what is being sent, so the send must complete first."""
     copy: tuple[np.ndarray, np.ndarray] | None = None
@@ -51,6 +51,7 @@ class Runtime(NamedTuple):
     """What a program's generator calls; the dry run that lists its stamps replaces all of it."""
 
     add: Callable[..., Any]
+    """``add(left, right, out)``, as the reduction and the dtype want it."""
     copyto: Callable[..., Any]
     clock: Callable[[], Any]
     stamps: list

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpisim.data.tokenizer import NUM_BYTES
+
 IGNORED = -1
 """Target of a position that predicts nothing: padding, or the last token of a document."""
 
@@ -33,6 +35,11 @@ class Batch(NamedTuple):
         if self.targets.ndim == 2 and self.targets.dtype.kind == "i":
             return int(np.count_nonzero(self.targets != IGNORED))
         return len(self.targets)
+
+    @property
+    def num_bytes(self) -> int:
+        """Valid targets that are bytes: token ids in 0..255; meant for token data only."""
+        return int(np.count_nonzero((self.targets >= 0) & (self.targets < NUM_BYTES)))
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         """Return the arrays that there are."""

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from mpisim.data.batch import Batch
+from mpisim.data.documents import load_documents
 from mpisim.data.synthetic import RegressionData
 from mpisim.data.text import load_text
 from mpisim.errors import ConfigError
@@ -39,12 +41,20 @@ class Dataset(Protocol):
         """Bytes of the arrays that stay in memory."""
         ...
 
-    def train_batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return `(x, targets)` of the training samples with these numbers."""
+    def train_batch(self, indices: np.ndarray) -> Batch:
+        """Return the training samples with these numbers."""
         ...
 
-    def heldout_batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return `(x, targets)` of the held-out samples with these numbers."""
+    def heldout_batch(self, indices: np.ndarray) -> Batch:
+        """Return the held-out samples with these numbers."""
+        ...
+
+    def count_targets(self, split: str, indices: np.ndarray) -> int:
+        """Return the valid targets of samples of "train" or "heldout", without their batch."""
+        ...
+
+    def count_bytes(self, split: str, indices: np.ndarray) -> int:
+        """Return those of the valid targets that are bytes: the divisor of bits per byte."""
         ...
 
     def baselines(self) -> dict[str, float | str]:
@@ -62,7 +72,7 @@ def load_data(config: RunConfig) -> Dataset:
     Parameters
     ----------
     config : RunConfig
-        Sections `data`, `train.global_batch`, `run.seed` and `model.dtype` are read.
+        Sections `data` and `model`, `train.global_batch` and `run.seed` are read.
 
     Returns
     -------
@@ -71,12 +81,24 @@ def load_data(config: RunConfig) -> Dataset:
     Raises
     ------
     ConfigError
-        The file is missing, unreadable, a directory, empty or too short, or there are fewer
-        training rows than `train.global_batch`. The message names the field.
+        The file is missing, unreadable, a directory, empty or too short, the model cannot read
+        such data, or there are fewer training rows than `train.global_batch`. The message names
+        the field.
     """
     data = config.data
-    if data.kind == "regression":
-        dataset: Dataset = RegressionData(
+    dataset: Dataset
+    if config.model.kind == "decoder":
+        if data.kind == "regression":
+            raise ConfigError(
+                'data.kind must be "stdlib" or "text" for model.kind "decoder"; got '
+                '"regression". Set data.kind, or model.kind = "mlp".'
+            )
+        dataset = load_documents(
+            kind=data.kind, path=data.path, window=data.window, layout=data.layout,
+            max_bytes=data.max_bytes, vocab_size=config.model.vocab_size,
+        )  # fmt: skip
+    elif data.kind == "regression":
+        dataset = RegressionData(
             num_rows=data.num_rows,
             num_features=data.num_features,
             num_targets=data.num_targets,

@@ -1,4 +1,4 @@
-"""Seeded synthetic rows for regression: a linear teacher with noise.
+"""Seeded synthetic data: rows for regression (a linear teacher with noise), repeated patterns.
 
 The same numbers on every rank and for both dtypes; nothing is read from disk. The order of rows
 in training is the sampler's business.
@@ -13,7 +13,12 @@ import math
 
 import numpy as np
 
-HELDOUT_EVERY = 20
+from mpisim.data.arrays import checked_indices
+from mpisim.data.batch import Batch
+from mpisim.data.documents import DecoderData, stream_of_tokens, token_dtype
+from mpisim.data.heldout import HELDOUT_EVERY
+from mpisim.data.tokenizer import NUM_BYTES
+from mpisim.errors import ConfigError
 
 
 class RegressionData:
@@ -31,6 +36,11 @@ class RegressionData:
         Keys the generator, >= 0.
     dtype : numpy.dtype or str
         float32 or float64; drawn in float64 and rounded once.
+
+    Raises
+    ------
+    ConfigError
+        The noise takes a target beyond the range of the dtype.
 
     Notes
     -----
@@ -61,6 +71,12 @@ class RegressionData:
         if num_rows >= HELDOUT_EVERY:
             heldout[HELDOUT_EVERY - 1 :: HELDOUT_EVERY] = True
         dtype = np.dtype(dtype)
+        with np.errstate(over="ignore"):
+            if not np.all(np.isfinite(targets.astype(dtype))):
+                raise ConfigError(
+                    f"data.noise must keep every target finite in {dtype.name}; got {noise}. "
+                    f"Lower data.noise."
+                )
         self._splits = {
             split: (x[mask].astype(dtype), targets[mask].astype(dtype))
             for split, mask in (("train", ~heldout), ("heldout", heldout))
@@ -88,7 +104,7 @@ class RegressionData:
         """Bytes of all features and targets."""
         return sum(array.nbytes for pair in self._splits.values() for array in pair)
 
-    def train_batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def train_batch(self, indices: np.ndarray) -> Batch:
         """Return training rows.
 
         Parameters
@@ -110,9 +126,17 @@ class RegressionData:
         """
         return self._batch("train", indices)
 
-    def heldout_batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def heldout_batch(self, indices: np.ndarray) -> Batch:
         """Return held-out rows; as `train_batch`, with numbers in 0..num_heldout-1."""
         return self._batch("heldout", indices)
+
+    def count_targets(self, split: str, indices: np.ndarray) -> int:
+        """Return the targets of rows: one each."""
+        return len(indices)
+
+    def count_bytes(self, split: str, indices: np.ndarray) -> int:
+        """Return the targets of rows that are bytes: none."""
+        return 0
 
     def baselines(self) -> dict[str, float | str]:
         """Return losses to compare a model with.
@@ -156,15 +180,67 @@ class RegressionData:
             "num_heldout": self.num_heldout,
         }
 
-    def _batch(self, split: str, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _batch(self, split: str, indices: np.ndarray) -> Batch:
         x, targets = self._splits[split]
-        indices = np.asarray(indices)
-        if not indices.size:
-            return x[:0].copy(), targets[:0].copy()
-        # A negative number would silently count from the end.
-        if int(indices.min()) < 0 or int(indices.max()) >= x.shape[0]:
-            raise IndexError(
-                f"{split} rows must be in 0..{x.shape[0] - 1}; got "
-                f"{int(indices.min())}..{int(indices.max())}. Take them from a Sampler."
-            )
-        return x[indices], targets[indices]
+        indices = checked_indices(indices, x.shape[0], f"{split} rows")
+        return Batch(x[indices], targets[indices])
+
+
+class SyntheticDocuments(DecoderData):
+    """Documents of different lengths that repeat short patterns; for tests of the decoder.
+
+    Parameters
+    ----------
+    num_documents : int
+        Documents to draw, >= 1; every 20th is held out, none of fewer than 20.
+    max_len : int
+        Tokens of the longest document, >= 2.
+    vocab_size : int
+        Ids of the model, >= 1; documents use those below 256.
+    seed : int
+        Keys the generator, >= 0.
+    window : int
+        Columns of a row.
+    layout : {"packed", "padded"}
+        See `DecoderData`.
+
+    Notes
+    -----
+    A document repeats a pattern of 1..4 random ids up to a length of 2..max_len, so a model that
+    looks back four tokens can predict nearly all of it.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_documents: int,
+        max_len: int,
+        vocab_size: int,
+        seed: int,
+        window: int,
+        layout: str = "packed",
+    ) -> None:
+        rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
+        documents = []
+        for _ in range(num_documents):
+            pattern = rng.integers(0, min(vocab_size, NUM_BYTES), int(rng.integers(1, 5)))
+            documents.append(np.resize(pattern, int(rng.integers(2, max_len + 1))))
+        heldout = documents[HELDOUT_EVERY - 1 :: HELDOUT_EVERY]
+        train = [d for i, d in enumerate(documents) if i % HELDOUT_EVERY != HELDOUT_EVERY - 1]
+        dtype = token_dtype(vocab_size)
+        every = stream_of_tokens(documents, np.dtype("<u4")).tokens
+        source = {
+            "name": "synthetic documents",
+            "sha256": hashlib.sha256(every.tobytes()).hexdigest(),
+            "num_documents": num_documents,
+            "num_tokens": int(every.size),
+            "heldout_rule": f"every {HELDOUT_EVERY}th document"
+            if heldout
+            else f"none (fewer than {HELDOUT_EVERY} documents)",
+            "max_len": max_len,
+            "seed": seed,
+        }
+        super().__init__(
+            stream_of_tokens(train, dtype), stream_of_tokens(heldout, dtype),
+            window=window, layout=layout, vocab_size=vocab_size, source=source,
+        )  # fmt: skip

@@ -9,26 +9,23 @@ Shape suffixes: B batch rows, K window.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
-import platform
-import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from mpisim.data.arrays import checked_indices
+from mpisim.data.batch import Batch
+from mpisim.data.corpus import library_name, read_file, read_library, require_bytes
+from mpisim.data.heldout import HELDOUT_EVERY, HELDOUT_RULE, choose_heldout
 from mpisim.data.tokens import read_token_file
 from mpisim.errors import ConfigError
 from mpisim.layouts.chunks import chunk_bounds
 
 VOCAB_SIZE = 256
-HELDOUT_EVERY = 20
 SEPARATOR = b"\0"
 
-_SKIPPED_FOLDERS = frozenset(
-    ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
-)
 # Counting runs over pieces, because np.bincount widens its input to 8 bytes an element.
 _COUNT_PIECE = 1 << 16
 
@@ -87,7 +84,7 @@ class TextData:
         """Bytes of both streams."""
         return sum(stream.nbytes for stream in self._streams.values())
 
-    def train_batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def train_batch(self, indices: np.ndarray) -> Batch:
         """Return training samples.
 
         Parameters
@@ -109,9 +106,17 @@ class TextData:
         """
         return self._batch("train", indices)
 
-    def heldout_batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def heldout_batch(self, indices: np.ndarray) -> Batch:
         """Return held-out samples; as `train_batch`, with numbers in 0..num_heldout-1."""
         return self._batch("heldout", indices)
+
+    def count_targets(self, split: str, indices: np.ndarray) -> int:
+        """Return the targets of samples: one each."""
+        return len(indices)
+
+    def count_bytes(self, split: str, indices: np.ndarray) -> int:
+        """Return the targets of samples that are bytes: all."""
+        return len(indices)
 
     def baselines(self) -> dict[str, float | str]:
         """Return the losses of models that look at no or one byte of context.
@@ -172,20 +177,12 @@ class TextData:
     def _num_samples(self, split: str) -> int:
         return max(0, self._streams[split].size - self.window)
 
-    def _batch(self, split: str, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        indices = np.asarray(indices)
-        num_samples = self._num_samples(split)
+    def _batch(self, split: str, indices: np.ndarray) -> Batch:
+        indices = checked_indices(indices, self._num_samples(split), f"{split} samples")
         if not indices.size:
-            return np.empty((0, self.window), np.uint8), np.empty(0, np.uint8)
-        indices = indices.astype(np.int64, casting="same_kind", copy=False)
-        # A negative number would silently count from the end.
-        if int(indices.min()) < 0 or int(indices.max()) >= num_samples:
-            raise IndexError(
-                f"{split} samples must be in 0..{num_samples - 1}; got "
-                f"{int(indices.min())}..{int(indices.max())}. Take them from a Sampler."
-            )
+            return Batch(np.empty((0, self.window), np.uint8), np.empty(0, np.uint8))
         x_BK = self._windows[split][indices]
-        return x_BK, self._streams[split][indices + self.window]
+        return Batch(x_BK, self._streams[split][indices + self.window])
 
 
 def load_text(
@@ -219,22 +216,23 @@ def load_text(
     Notes
     -----
     Library: every ``.py`` file is a document, in the order of its relative path, without test
-    folders, installed packages and empty files; every 20th document is held out, and documents
-    of a stream are joined with one zero byte. A file, or fewer than 20 documents: the last of 20
-    equal pieces of the bytes is held out. A held-out stream without a single sample is not made:
-    everything is trained on and `num_heldout` is 0.
+    folders, installed packages and empty files; every 20th document is held out (see
+    `heldout.choose_heldout`), and documents of a stream are joined with one zero byte. A file, or
+    fewer than 20 documents: the last of 20 equal pieces of the bytes is held out. A held-out
+    stream without a single sample is not made: everything is trained on and `num_heldout` is 0.
     """
     if kind == "stdlib":
-        name = f"{platform.python_implementation()} {platform.python_version()} standard library"
-        documents = _read_stdlib(max_bytes)
+        name, documents = library_name(), read_library(max_bytes)
     else:
         if path is None:
             raise ConfigError('data.path must be set for data.kind "text"; got none. Set it.')
         name = Path(path).name
         tokens = Path(path).suffix == ".npy"
-        documents = [(read_token_file if tokens else _read_file)(path, max_bytes)]
+        documents = [(read_token_file if tokens else read_file)(path, max_bytes)]
     num_bytes = sum(map(len, documents))
-    _require_length(num_bytes, window, kind, path, max_bytes)
+    require_bytes(
+        num_bytes, window + 1, "data.window + 1", kind=kind, path=path, max_bytes=max_bytes
+    )
     digest = hashlib.sha256()
     for document in documents:
         digest.update(document)
@@ -249,99 +247,14 @@ def load_text(
     return TextData(train, heldout, window, source)
 
 
-def _require_length(
-    num_bytes: int,
-    window: int,
-    kind: str,
-    path: str | os.PathLike[str] | None,
-    max_bytes: int,
-) -> None:
-    needed = window + 1
-    if num_bytes >= needed:
-        return
-    if max_bytes:
-        raise ConfigError(
-            f"data.max_bytes must leave at least {needed} bytes (data.window + 1) of whole "
-            f"documents; got {num_bytes} bytes with data.max_bytes = {max_bytes}. "
-            f"Raise data.max_bytes or set it to 0."
-        )
-    if kind == "stdlib":
-        raise ConfigError(
-            f"the standard library must hold at least {needed} bytes (data.window + 1) of "
-            f'sources; got {num_bytes}. Lower data.window, or set data.kind = "text".'
-        )
-    found = f"{num_bytes} bytes" if num_bytes else "an empty file (0 bytes)"
-    raise ConfigError(
-        f"data.path must name a file of at least {needed} bytes (data.window + 1); got {found} "
-        f"in {str(path)!r}. Use a longer file or lower data.window."
-    )
-
-
-def _read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    if os.path.isdir(path):
-        problem = "a directory"
-    elif not os.path.exists(path):
-        problem = "no such file"
-    elif not os.path.isfile(path):
-        # A device or a pipe may never end, and every rank must read the same bytes.
-        problem = "not a regular file"
-    else:
-        try:
-            with open(path, "rb") as file:
-                return file.read(max_bytes or -1)
-        except OSError as error:
-            problem = error.strerror or str(error)
-    raise ConfigError(
-        f"data.path must name a readable file; got {os.fspath(path)!r} ({problem}). "
-        f"Correct data.path; a relative path starts where the command is started."
-    )
-
-
-def _read_stdlib(max_bytes: int) -> list[bytes]:
-    root = sysconfig.get_path("stdlib")
-    paths = []
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
-        paths += (Path(folder, name) for name in files if name.endswith(".py"))
-    # Compared part by part with "/" between, so that the order is the same on every system.
-    paths.sort(key=lambda path: path.relative_to(root).as_posix())
-    documents = []
-    room = max_bytes or math.inf
-    for path in paths:
-        try:
-            # One large document must not end the list early, and need not be read to be passed by.
-            if path.stat().st_size > room:
-                continue
-            document = path.read_bytes()
-        except OSError as error:
-            raise ConfigError(
-                f"the standard library's sources must be readable; got {error.strerror} for "
-                f'{str(path)!r}. Repair the Python installation, or set data.kind = "text".'
-            ) from error
-        if document:
-            documents.append(document)
-            room -= len(document)
-    if not paths:
-        raise ConfigError(
-            f"the standard library must have .py files; got none in {root!r}. "
-            f'This Python keeps it elsewhere: set data.kind = "text" and data.path.'
-        )
-    return documents
-
-
 def _split(documents: Sequence[bytes], window: int) -> tuple[np.ndarray, np.ndarray, str]:
     """Return the training stream, the held-out stream and the rule that was used, in words."""
-    if len(documents) >= HELDOUT_EVERY:
-        heldout = _join(documents[HELDOUT_EVERY - 1 :: HELDOUT_EVERY])
+    chosen = choose_heldout(documents)
+    if chosen:
+        heldout = _join([documents[index] for index in chosen])
         if heldout.size > window:
-            train = _join(
-                [
-                    document
-                    for index, document in enumerate(documents)
-                    if index % HELDOUT_EVERY != HELDOUT_EVERY - 1
-                ]
-            )
-            return train, heldout, f"every {HELDOUT_EVERY}th document"
+            kept = [document for index, document in enumerate(documents) if index not in chosen]
+            return _join(kept), heldout, HELDOUT_RULE
     stream = _join(documents)
     cut = chunk_bounds(stream.size, HELDOUT_EVERY)[-2]
     train, heldout = stream[:cut], stream[cut:]

@@ -1,7 +1,7 @@
-"""Token files: one dimension of byte ids in NumPy's own format, read without trusting the header.
+"""Token files: one dim of token ids in NumPy's own format, read without trusting the header.
 
 `numpy.load` believes whatever shape a header names and may run code for object arrays; here the
-header is read first and must agree with the file's size. Called by `text.load_text`.
+header is read first and must agree with the file's size. Called by `text` and `documents`.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ import numpy as np
 
 from mpisim.errors import ConfigError
 
-_FIX = "Save numpy.asarray(ids, dtype=numpy.uint8) with numpy.save."
+_FIX = "Save numpy.asarray(ids, dtype=numpy.uint16) with numpy.save."
 
 
 def read_token_file(path: str | os.PathLike[str], max_tokens: int = 0) -> bytes:
-    """Return the tokens of a ``.npy`` file as bytes, one a token.
+    """Return the byte tokens of a ``.npy`` file as bytes, one a token.
 
     Parameters
     ----------
-    path : path-like
-        A one-dim array of any integer dtype, values in 0..255.
-    max_tokens : int
-        Read at most this many; 0 means all.
+    path, max_tokens
+        As for `read_tokens`; values in 0..255.
 
     Returns
     -------
@@ -32,10 +30,45 @@ def read_token_file(path: str | os.PathLike[str], max_tokens: int = 0) -> bytes:
     Raises
     ------
     ConfigError
-        No such file, not that format, another shape or dtype, a header that disagrees with the
-        file's size, or a token out of range. The message names `data.path`.
+        As `read_tokens`, or a token is out of range. The message names `data.path`.
+    """
+    tokens = read_tokens(path, max_tokens)
+    if tokens.size and not (0 <= int(tokens.min()) and int(tokens.max()) <= 255):
+        raise ConfigError(
+            f"data.path must hold byte tokens 0..255 for an mlp; got {int(tokens.min())}.."
+            f"{int(tokens.max())} in {os.fspath(path)!r}. {_FIX}"
+        )
+    return tokens.astype(np.uint8).tobytes()
+
+
+def read_tokens(path: str | os.PathLike[str], max_tokens: int = 0) -> np.ndarray:
+    """Return the token ids of a ``.npy`` file.
+
+    Parameters
+    ----------
+    path : path-like
+        A one-dim array of any integer dtype and byte order.
+    max_tokens : int
+        Read at most this many; 0 means all.
+
+    Returns
+    -------
+    ndarray of shape (n,)
+        Of the file's dtype; read-only. The range of ids is the caller's business.
+
+    Raises
+    ------
+    ConfigError
+        No such file, not that format, another shape or dtype, or a header that disagrees with
+        the file's size. The message names `data.path`.
     """
     name = repr(os.fspath(path))
+    if os.path.exists(path) and not os.path.isfile(path):
+        # Opening a pipe would wait for a writer for ever.
+        raise ConfigError(
+            f"data.path must name a readable file; got {name} (not a regular file). "
+            f"Correct data.path; a relative path starts where the command is started."
+        )
     try:
         with open(path, "rb") as file:
             version = np.lib.format.read_magic(file)
@@ -56,7 +89,7 @@ def read_token_file(path: str | os.PathLike[str], max_tokens: int = 0) -> bytes:
                     f"{shape[0]} tokens of {dtype} in {name}. {_FIX}"
                 )
             count = min(shape[0], max_tokens) if max_tokens else shape[0]
-            tokens = np.frombuffer(file.read(count * dtype.itemsize), dtype=dtype)
+            return np.frombuffer(file.read(count * dtype.itemsize), dtype=dtype)
     except (ValueError, KeyError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -69,9 +102,3 @@ def read_token_file(path: str | os.PathLike[str], max_tokens: int = 0) -> bytes:
             f"data.path must name a readable file; got {name} ({error.strerror}). "
             f"Correct data.path; a relative path starts where the command is started."
         ) from None
-    if tokens.size and not (0 <= int(tokens.min()) and int(tokens.max()) <= 255):
-        raise ConfigError(
-            f"data.path must hold byte tokens 0..255; got {int(tokens.min())}.."
-            f"{int(tokens.max())} in {name}. {_FIX}"
-        )
-    return tokens.astype(np.uint8).tobytes()

@@ -1,23 +1,20 @@
-"""Op kind -> function: what running each op means."""
+"""Op kind -> function: what running each op means.
+
+Arrays that an op makes are held in the ledger before those it frees are dropped, so a peak is
+what really was alive at one time; `plan.forecast` walks the same order.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
 
+from mpisim.data.batch import Batch
 from mpisim.engine.metrics import fill_metrics
 from mpisim.engine.state import EngineState
-from mpisim.errors import MpisimError
-from mpisim.nn.layers import LayerContext
-from mpisim.nn.optim import (
-    adamw_update,
-    clip_coefficient,
-    decay_applies,
-    sgd_update,
-    squared_norm,
-)
+from mpisim.engine.update import check_gradients, finish_update
+from mpisim.errors import BatchError, RecomputeMismatch
 from mpisim.plan.ops import (
     Backward,
     Forward,
@@ -25,6 +22,7 @@ from mpisim.plan.ops import (
     LoadBatch,
     Op,
     OptimizerStep,
+    Recompute,
     ReduceScalars,
     StartSync,
     WaitSync,
@@ -32,37 +30,86 @@ from mpisim.plan.ops import (
 
 
 def load_batch(state: EngineState, op: LoadBatch) -> None:
-    """Fetch the rows of one microbatch."""
+    """Fetch the rows of one microbatch and see that it is what the plan was built for."""
     step = state.step
-    x, targets = step.load(op.micro)
-    state.ledger.hold("data", x, targets)
-    step.batches[op.micro] = (x, targets)
-    step.flow[op.micro] = x
-    step.num_targets += len(targets)
+    batch = Batch(*step.load(op.micro))
+    wanted = (state.plan_rows[op.micro], state.row_width(op.micro))
+    if batch.x.shape != wanted or len(batch.targets) != wanted[0]:
+        raise BatchError(
+            f"microbatch {op.micro} must have inputs of shape {wanted} and as many targets; got "
+            f"{batch.x.shape} and {batch.targets.shape}. Give the plan the shapes of the data."
+        )
+    state.ledger.hold("data", *batch.arrays())
+    step.batches[op.micro] = batch
+    step.flow[op.micro] = batch.x
+    step.loaded_targets += batch.num_targets
+    step.loaded_bytes += batch.num_bytes
 
 
 def forward(state: EngineState, op: Forward) -> None:
-    """Run one block forward; the last one adds to the loss sum."""
+    """Run one block forward and keep what the op says; the last one adds to the loss sum."""
     step, ledger = state.step, state.ledger
+    key = (op.block, op.micro)
     block = state.blocks[op.block]
     x = step.flow.pop(op.micro)
-    targets = step.batches[op.micro][1]
     is_last = op.block == state.last
-    ctx = LayerContext(targets=targets if is_last else None)
-    y, saved = block.forward(state.block_params[op.block], x, ctx)
+    keep = op.keep if op.keep == "selective" else "all"
+    y, saved = block.forward(
+        state.block_params[op.block], x, state.context(op.block, op.micro), keep
+    )
+    step.block_forwards += 1
     if step.update_number:
-        ledger.hold("activations", *_owned(block.saved_arrays(saved), step, op.micro))
-        step.saved[op.block, op.micro] = saved
+        if op.keep in ("all", "selective"):
+            ledger.hold("activations", *_owned(block.saved_arrays(saved), step, op.micro))
+            step.saved[key] = saved
+        elif op.keep == "input":
+            ledger.hold("activations", *_owned([x], step, op.micro))
+            step.inputs[key] = x
     if is_last:
         step.loss_sum += float(y)
-        step.num_correct += state.model.num_correct(saved, targets) or 0
+        step.num_correct += state.model.num_correct(saved) or 0
         if not step.update_number:
-            ledger.drop(*step.batches.pop(op.micro))
+            ledger.drop(*step.batches.pop(op.micro).arrays())
     else:
         ledger.hold("activations", y)
         step.flow[op.micro] = y
+        if key in state.replay_ends:
+            ledger.hold("activations", y)
+            step.first_outputs[key] = y
     if op.block != state.first:
         ledger.drop(x)
+
+
+def recompute(state: EngineState, op: Recompute) -> None:
+    """Run again what forward did not keep, and compare with what it left."""
+    step, ledger = state.step, state.ledger
+    key = (op.block, op.micro)
+    block, params = state.blocks[op.block], state.block_params[op.block]
+    ctx = state.context(op.block, op.micro)
+    if state.plan_keeps[key] == "selective":
+        trimmed = step.saved[key]
+        step.saved[key] = saved = block.restore(trimmed, ctx)
+        ledger.hold("activations", *_owned(block.saved_arrays(saved), step, op.micro))
+        ledger.drop(*_owned(block.saved_arrays(trimmed), step, op.micro))
+        return
+    x = step.inputs.pop(key)
+    y, saved = block.forward(params, x, ctx)
+    step.block_forwards += 1
+    ledger.hold("activations", *_owned(block.saved_arrays(saved), step, op.micro), y)
+    step.saved[key] = saved
+    ledger.drop(*_owned([x], step, op.micro))
+    if key not in state.replay_ends:
+        step.inputs[state.block_after[op.block], op.micro] = y
+        return
+    first = step.first_outputs.pop(key)
+    # Bits, not values: a NaN equals itself, and 0 is not -0.
+    if not np.array_equal(y.view(np.uint8), first.view(np.uint8)):
+        raise RecomputeMismatch(
+            f"the replay of block {op.block} must give the bits of its first forward; got other "
+            f"values for microbatch {op.micro} in step {step.step}. A layer draws new random "
+            f"numbers, or something changed its parameters or input."
+        )
+    ledger.drop(y, first)
 
 
 def backward(state: EngineState, op: Backward) -> None:
@@ -71,95 +118,80 @@ def backward(state: EngineState, op: Backward) -> None:
     block = state.blocks[op.block]
     saved = step.saved.pop((op.block, op.micro))
     is_last, is_first = op.block == state.last, op.block == state.first
-    ctx = LayerContext(targets=step.batches[op.micro][1] if is_last else None)
-    # The seed of the mean over the whole update: every row weighs the same on every layout.
-    dy = 1.0 / step.global_targets if is_last else step.grad_flow.pop(op.micro)
-    params = state.block_params[op.block]
+    # The seed of the mean over the whole update: every target weighs the same on every layout.
+    dy = step.loss_scale / step.global_targets if is_last else step.grad_flow.pop(op.micro)
     between = None if state.dp.idle else state.dp.advance
-    dx, grads = block.backward(params, saved, dy, ctx, between)
+    dx, grads = block.backward(
+        state.block_params[op.block], saved, dy, state.context(op.block, op.micro), between
+    )
     if not is_first:
         ledger.hold("activations", dx)
         step.grad_flow[op.micro] = dx
-    for name, grad in grads.items():
-        total = state.grads[f"{op.block}.{name}"]
-        if op.block in step.accumulated:
-            np.add(total, grad, out=total)
+    for local, grad in grads.items():
+        name = block.full_names[local]
+        total = state.grads[name]
+        if name in step.accumulated:
+            state.add_gradient(total, grad)
         else:
-            np.copyto(total, grad)
-    step.accumulated.add(op.block)
+            state.set_gradient(total, grad)
+            step.accumulated.add(name)
     ledger.drop(*_owned(block.saved_arrays(saved), step, op.micro))
     if not is_last:
         ledger.drop(dy)
     if is_first:
-        ledger.drop(*step.batches.pop(op.micro))
+        ledger.drop(*step.batches.pop(op.micro).arrays())
 
 
 def start_sync(state: EngineState, op: StartSync) -> None:
-    """Queue the bucket's all-reduce."""
+    """Queue the bucket's all-reduce, rounded to the wire's dtype if that is another one."""
+    if state.has_wire_copy:
+        np.copyto(
+            state.wires[op.bucket],
+            state.kernels.narrow(state.buckets[op.bucket], state.policy.wire_dtype),
+        )
     state.dp.start(state.bucket_programs[op.bucket])
 
 
 def wait_sync(state: EngineState, op: WaitSync) -> None:
     """Block until the bucket is reduced."""
     state.dp.wait(state.bucket_programs[op.bucket])
+    if state.has_wire_copy:
+        np.copyto(state.buckets[op.bucket], state.kernels.widen(state.wires[op.bucket]))
 
 
 def reduce_scalars(state: EngineState, op: ReduceScalars) -> None:
-    """Sum the numbers of one kind over all ranks."""
+    """Reduce the numbers of one kind over all ranks."""
     step = state.step
     if op.kind == "target_count":
-        rows = sum(state.plan_rows)
-        step.global_targets = int(state.sum_scalars(op, [rows])[0])
+        step.global_targets = int(state.sum_scalars(op, [step.num_targets])[0])
+        if step.global_targets == 0:
+            raise BatchError(
+                f"an update must have at least one valid target over all ranks and microbatches; "
+                f"got 0 in step {step.step}. No update was made. Use rows with more text."
+            )
     elif op.kind == "loss":
+        if step.loaded_targets != step.num_targets:
+            raise BatchError(
+                f"the microbatches of an update must have the targets that were counted before; "
+                f"got {step.loaded_targets} instead of {step.num_targets} on rank {state.rank} in "
+                f"step {step.step}. No update was made. Count the rows that are loaded."
+            )
         total = state.sum_scalars(op, [step.loss_sum, step.num_correct])
         step.global_loss_sum, step.global_correct = float(total[0]), int(total[1])
+    elif op.kind == "non_finite":
+        bad = check_gradients(state)
+        step.found_non_finite = bool(state.sum_scalars(op, [bad])[0])
     else:
-        total = state.sum_scalars(op, [step.loss_sum, step.num_correct, step.num_targets])
-        step.global_loss_sum, step.global_correct = float(total[0]), int(total[1])
-        step.global_targets = int(total[2])
+        total = state.sum_scalars(
+            op, [step.loss_sum, step.num_correct, step.loaded_targets, step.loaded_bytes]
+        )
+        step.global_loss_sum = float(total[0])
+        step.global_correct, step.global_targets, step.global_bytes = map(int, total[1:])
 
 
 def optimizer_step(state: EngineState, op: OptimizerStep) -> None:
-    """Take the global norm once, clip, and update every parameter in place."""
-    step, settings = state.step, state.optimizer
-    step.grad_norm = math.sqrt(sum(squared_norm(bucket) for bucket in state.buckets))
-    coefficient = clip_coefficient(step.grad_norm, settings.clip_norm)
-    if not math.isfinite(step.global_loss_sum):
-        # A saturated softmax has finite gradients and an infinite loss.
-        raise MpisimError(
-            f"the loss must be finite; got a sum of {step.global_loss_sum} at step {step.step}. No "
-            f"update was made. Lower optimizer.lr."
-        )
-    if coefficient != 1.0:
-        for bucket in state.buckets:
-            bucket *= coefficient
-    try:
-        with np.errstate(invalid="raise"):
-            _update(state)
-    except FloatingPointError as error:
-        # With eps = 0 an element that has only seen zero gradients is 0/0, and no norm shows it.
-        raise MpisimError(
-            f"the update must be finite; got {error} at step {step.step}. Set optimizer.eps above "
-            f"0, or lower optimizer.lr."
-        ) from None
-
-
-def _update(state: EngineState) -> None:
-    step, settings = state.step, state.optimizer
-    for name, param in state.params.items():
-        decay = settings.weight_decay if decay_applies(param.shape) else 0.0
-        moments = state.moments[name]
-        if settings.kind == "adamw":
-            adamw_update(
-                param, state.grads[name], *moments, lr=step.lr, beta1=settings.beta1,
-                beta2=settings.beta2, eps=settings.eps, weight_decay=decay,
-                step=step.update_number, scratch=state.update_scratch,
-            )  # fmt: skip
-        else:
-            sgd_update(
-                param, state.grads[name], moments[0] if moments else None, lr=step.lr,
-                momentum=settings.momentum, weight_decay=decay, scratch=state.update_scratch,
-            )  # fmt: skip
+    """Commit the update, or skip it."""
+    finish_update(state)
 
 
 def gather_metrics(state: EngineState, op: GatherMetrics) -> None:
@@ -173,6 +205,7 @@ def gather_metrics(state: EngineState, op: GatherMetrics) -> None:
 HANDLERS: dict[type[Op], Callable[[EngineState, Op], None]] = {
     LoadBatch: load_batch,
     Forward: forward,
+    Recompute: recompute,
     Backward: backward,
     StartSync: start_sync,
     WaitSync: wait_sync,

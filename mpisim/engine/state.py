@@ -1,4 +1,7 @@
-"""What a rank holds while it trains: parameters, gradients, optimizer state, saved activations."""
+"""What a rank holds while it trains: parameters, gradients, optimizer state, saved activations.
+
+Built once by `train`; the handlers read and change it, `update` commits to it.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +14,32 @@ from mpisim.comm.communicator import Communicator
 from mpisim.comm.programs import Program
 from mpisim.comm.transport import Transport
 from mpisim.config.schema import OptimizerSection
+from mpisim.data.batch import Batch
+from mpisim.engine.loss_scale import LossScale
 from mpisim.engine.meter import StepMeter
 from mpisim.layouts.metrics import METRIC_NAMES
 from mpisim.layouts.steps import all_reduce_table, scratch_slots
 from mpisim.memory.ledger import Ledger
 from mpisim.mesh import Mesh
+from mpisim.nn.dropout import DropoutMasks, dropout_key, words_per_update
+from mpisim.nn.kernels import Kernels, load_kernels
+from mpisim.nn.layers import LayerContext
 from mpisim.nn.models import Model
 from mpisim.nn.params import init_params
-from mpisim.plan.ops import Op, ReduceScalars
+from mpisim.nn.precision import Policy
+from mpisim.plan.build import Plan
+from mpisim.plan.ops import CONTROL_SUMS, Forward, Op, ReduceScalars
 from mpisim.plan.partition import Bucket
+from mpisim.plan.passes import replay_ends
 from mpisim.trace.recorder import Recorder
 
 UPDATE_SCRATCH = 1 << 14
 """Elements of working space that the optimizer update uses."""
 
-SCALARS = {"target_count": (1, "int64"), "loss": (2, "float64"), "eval": (3, "float64")}
-"""Control sums: kind -> elements and dtype."""
-
 DP_CHANNEL, CONTROL_CHANNEL = 1, 2
 
-LoadRows = Callable[[int], tuple[np.ndarray, np.ndarray]]
-"""Microbatch number -> (inputs, targets) of this rank's rows."""
+LoadRows = Callable[[int], tuple[np.ndarray, ...]]
+"""Microbatch number -> this rank's rows: a `Batch`, or plain (inputs, targets)."""
 
 
 @dataclass
@@ -40,23 +48,41 @@ class StepState:
 
     load: LoadRows
     step: int
+    num_targets: int = 0
+    """Valid targets of this rank's rows, as announced before they are loaded."""
     lr: float = 0.0
     update_number: int = 0
-    """Committed updates, this one included."""
-    batches: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    """Committed updates, this one included; 0 while evaluating."""
+    loss_scale: float = 1.0
+    batches: dict[int, Batch] = field(default_factory=dict)
     flow: dict[int, np.ndarray] = field(default_factory=dict)
     """Output of the last block that ran forward, by microbatch."""
     grad_flow: dict[int, np.ndarray | float] = field(default_factory=dict)
     saved: dict[tuple[str, int], tuple] = field(default_factory=dict)
+    inputs: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
+    """Inputs of blocks that are replayed: kept ones, and replayed outputs of the block before."""
+    first_outputs: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
+    """What the outputs of replays are compared with."""
     accumulated: set[str] = field(default_factory=set)
-    """Blocks whose gradients already hold a microbatch of this step."""
+    """Parameters whose gradients already hold a microbatch of this step."""
     loss_sum: float = 0.0
     num_correct: int = 0
-    num_targets: int = 0
+    loaded_targets: int = 0
+    loaded_bytes: int = 0
+    """Loaded targets, and those of them that are bytes."""
     global_targets: int = 0
     global_loss_sum: float = 0.0
     global_correct: int = 0
+    global_bytes: int = 0
+    block_forwards: int = 0
+    """Block forwards that ran, replays included."""
+    dropout_words: int = 0
+    """Random words that the dropout sites of the update own; replays draw no others."""
     grad_norm: float = 0.0
+    """Global norm of the true gradient: loss scale divided out, before clipping."""
+    found_non_finite: bool = False
+    """A gradient or loss of this step is not finite, on some rank."""
+    skipped: bool = False
     metrics: np.ndarray | None = None
     """On rank 0 after GatherMetrics: shape (ranks, len(METRIC_NAMES))."""
 
@@ -74,8 +100,8 @@ class EngineState:
         Gradients that are reduced together.
     seed : int
         Parameters are drawn by (seed, name), so every layout starts from the same weights.
-    dtype : str
-        float32 or float64.
+    policy : Policy
+        Dtypes of parameters, working weights, gradients and messages.
     algorithm : str
         All-reduce algorithm of axis dp.
     recorder : Recorder
@@ -83,6 +109,20 @@ class EngineState:
         Bytes that the loaded data set keeps (category "data").
     overlap : bool
         Buckets are reduced beside backward ops.
+    loss_scale : LossScale, optional
+        By default none: the scale is 1 for ever.
+    kernels : Kernels, optional
+        Who computes the element-wise work; by default NumPy.
+
+    Attributes
+    ----------
+    params : dict of str to ndarray
+        Working weights, in the policy's `compute` dtype: what forward reads.
+    master : dict of str to ndarray
+        Parameters in the policy's `param` dtype: what the optimizer updates. The same arrays as
+        `params` if the dtypes are equal.
+    grads : dict of str to ndarray
+        Gradients of the scaled loss, views of `buckets`; zero between updates.
     """
 
     def __init__(
@@ -94,19 +134,26 @@ class EngineState:
         optimizer: OptimizerSection,
         buckets: tuple[Bucket, ...],
         seed: int,
-        dtype: str,
+        policy: Policy,
         algorithm: str,
         recorder: Recorder,
         data_bytes: int = 0,
         overlap: bool = True,
+        loss_scale: LossScale | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self.model, self.mesh, self.optimizer = model, mesh, optimizer
-        self.dtype = np.dtype(dtype)
+        self.policy, self.seed = policy, seed
+        self.has_wire_copy = policy.wire != policy.reduce
+        self.kernels = kernels or load_kernels("numpy")
+        self.loss_scale = loss_scale or LossScale()
         self.recorder = recorder
         self.ledger = Ledger()
         self.rank = transport.rank
         self.blocks = {block.name: block for block in model.blocks}
         self.first, self.last = model.blocks[0].name, model.blocks[-1].name
+        names = list(self.blocks)
+        self.block_after = dict(zip(names, names[1:], strict=False))
         self.dp = Communicator(
             transport, mesh.group(transport.rank, "dp"), axis="dp", channel=DP_CHANNEL,
             recorder=recorder, algorithm=algorithm,
@@ -116,32 +163,55 @@ class EngineState:
         )
         self.control.neighbours.append(self.dp)
 
-        self.params = init_params(model, seed, self.dtype)
+        self.master = init_params(model, seed, policy.param_dtype)
+        self.params = self.master
+        if policy.has_master:
+            self.params = {
+                name: self.kernels.narrow(array, policy.compute_dtype)
+                for name, array in self.master.items()
+            }
+            self.ledger.hold("master_params", *self.master.values())
         self.ledger.hold("params", *self.params.values())
         self.block_params = dict(zip(self.blocks, model.split_params(self.params), strict=True))
         self._build_buckets(buckets, overlap)
         self._build_optimizer()
         self._build_control()
         self.ledger.set_bytes("data", data_bytes)
-        self.update_scratch = np.empty(UPDATE_SCRATCH, self.dtype)
+        self.update_scratch = np.empty(UPDATE_SCRATCH, policy.param_dtype)
         self.ledger.hold("temp", self.update_scratch)
         self.meter = StepMeter()
         self.step: StepState | None = None
+        self.committed = 0
+        """Updates made so far; skipped steps do not count."""
         self.plan_rows: tuple[int, ...] = ()
+        self.plan_lengths: tuple[int, ...] = ()
         self.plan_kinds: list[type[Op]] = []
+        self.plan_keeps: dict[tuple[str, int], str] = {}
+        self.replay_ends: set[tuple[str, int]] = set()
+        self._masks: list[DropoutMasks | None] = []
+        self.observe_gradients: Callable[[dict[str, np.ndarray]], None] | None = None
+        """Called before a commit with copies of the true gradients, by name: loss scale divided
+        out, before clipping."""
+        self.observe_op: Callable[[Op], None] | None = None
+        """Called after every op of a step; tests plant faults here."""
 
     def _build_buckets(self, buckets: tuple[Bucket, ...], overlap: bool) -> None:
-        self.buckets = [np.zeros(bucket.count, self.dtype) for bucket in buckets]
+        policy = self.policy
+        self.buckets = [np.zeros(bucket.count, policy.reduce_dtype) for bucket in buckets]
         self.ledger.hold("grads", *self.buckets)
+        self.wires = self.buckets
+        if self.has_wire_copy:
+            self.wires = [np.zeros(bucket.count, policy.wire_dtype) for bucket in buckets]
+            self.ledger.hold("comm_buffers", *self.wires)
         self.grads: dict[str, np.ndarray] = {}
         for bucket, flat in zip(buckets, self.buckets, strict=True):
             shapes = {param.name: param.shape for param in bucket.params}
             for name, (lo, hi) in bucket.offsets().items():
                 self.grads[name] = flat[lo:hi].reshape(shapes[name])
-        _reserve_scratch(self.dp, self.buckets)
+        _reserve_scratch(self.dp, self.wires)
         self.bucket_programs: list[Program] = [
             self.dp.prepare_all_reduce(flat, f"bucket {bucket.index}", overlap)
-            for bucket, flat in zip(buckets, self.buckets, strict=True)
+            for bucket, flat in zip(buckets, self.wires, strict=True)
         ]
 
     def _build_optimizer(self) -> None:
@@ -149,16 +219,18 @@ class EngineState:
         arrays = num_optimizer_arrays(kind, momentum)
         self.moments = {
             name: tuple(np.zeros_like(param) for _ in range(arrays))
-            for name, param in self.params.items()
+            for name, param in self.master.items()
         }
         for moments in self.moments.values():
             self.ledger.hold("optimizer", *moments)
 
     def _build_control(self) -> None:
-        self.scalars = {kind: np.zeros(count, dtype) for kind, (count, dtype) in SCALARS.items()}
+        self.scalars = {
+            kind: np.zeros(count, dtype) for kind, (count, dtype, _) in CONTROL_SUMS.items()
+        }
         _reserve_scratch(self.control, self.scalars.values())
         for kind, array in self.scalars.items():
-            self.control.prepare_all_reduce(array, kind)
+            self.control.prepare_all_reduce(array, kind, reduction=CONTROL_SUMS[kind][2])
         self.metrics = np.zeros(len(METRIC_NAMES))
         self.all_metrics = np.zeros(self.mesh.size * len(METRIC_NAMES)) if self.rank == 0 else None
         gather = self.control.prepare_gather(self.metrics, self.all_metrics)
@@ -170,8 +242,64 @@ class EngineState:
         scratch = self.dp.scratch_bytes + self.control.scratch_bytes
         self.ledger.set_bytes("comm_buffers", self.ledger.live["comm_buffers"] + scratch)
 
+    def enter(self, plan: Plan, step: StepState) -> None:
+        """Take up a step: what the handlers need of its plan, and its random numbers."""
+        ops = plan.ranks[self.rank]
+        self.step = step
+        self.plan_rows = plan.rows[self.rank]
+        self.plan_lengths = plan.lengths[self.rank] if plan.lengths else ()
+        self.plan_kinds = [type(op) for op in ops]
+        self.plan_keeps = {
+            (op.block, op.micro): op.keep for op in ops if isinstance(op, Forward)
+        }
+        self.replay_ends = replay_ends(ops, plan.blocks)
+        self._masks = [None] * len(self.plan_rows)
+        sites = self.model.num_dropout_sites
+        if plan.kind == "train" and sites:
+            self._reserve_dropout(plan, sites)
+
+    def _reserve_dropout(self, plan: Plan, sites: int) -> None:
+        """Give every dropout site its range of words: the logical array of the whole update."""
+        longest = max(map(max, plan.lengths)) if plan.lengths else self.model.input_width
+        rows = sum(map(sum, plan.rows))
+        width = self.model.d_model
+        self.step.dropout_words = words_per_update(sites, rows, longest, width)
+        key = dropout_key(self.seed, self.committed)
+        index = self.mesh.coordinate(self.rank)["dp"]
+        first = sum(sum(plan.rows[rank]) for rank in range(index))
+        for micro, count in enumerate(self.plan_rows):
+            self._masks[micro] = DropoutMasks(key, rows, longest, width, first)
+            first += count
+
+    def context(self, block: str, micro: int) -> LayerContext:
+        """Return what the layers of a block need beside their input."""
+        batch = self.step.batches[micro]
+        return LayerContext(
+            targets=batch.targets if block == self.last else None, starts=batch.starts,
+            dropout=self._masks[micro], kernels=self.kernels,
+        )  # fmt: skip
+
+    def row_width(self, micro: int) -> int:
+        """Return the width of a microbatch's rows: tokens or features."""
+        return self.plan_lengths[micro] if self.plan_lengths else self.model.input_width
+
+    def set_gradient(self, total: np.ndarray, grad: np.ndarray) -> None:
+        """Write the first microbatch's gradient, rounded to the dtype of the sum."""
+        if grad.dtype != total.dtype:
+            grad = self.kernels.narrow(grad, total.dtype)
+        np.copyto(total, grad)
+
+    def add_gradient(self, total: np.ndarray, grad: np.ndarray) -> None:
+        """Add another microbatch's gradient; 16-bit sums are added in float32, rounded once."""
+        if grad.dtype == total.dtype:
+            np.add(total, grad, out=total)
+        else:
+            wide = self.kernels.widen(total)
+            wide += grad
+            np.copyto(total, self.kernels.narrow(wide, total.dtype))
+
     def sum_scalars(self, op: ReduceScalars, values: list[float]) -> np.ndarray:
-        """Sum a few numbers over all ranks; every rank gets the same bits."""
+        """Reduce a few numbers over all ranks; every rank gets the same bits."""
         array = self.scalars[op.kind]
         array[:] = values
         return self.control.all_reduce(array)

@@ -6,6 +6,7 @@ import numpy as np
 
 from mpisim.engine.handlers import HANDLERS
 from mpisim.engine.state import EngineState, LoadRows, StepState
+from mpisim.engine.update import abandon_step, require_clean_gradients
 from mpisim.nn.optim import learning_rate
 from mpisim.plan.build import Plan
 from mpisim.plan.ops import WAIT_AXIS
@@ -29,23 +30,54 @@ class Engine:
     def __init__(self, state: EngineState, total_steps: int) -> None:
         self.state = state
         self.total_steps = total_steps
-        self.committed = 0
-        """Updates made so far."""
         self._plans: dict[str, tuple[Plan, int]] = {}
         self._memory_left: dict[int, int] = {}
 
-    def train_step(self, plan: Plan, step: int, load: LoadRows) -> StepState:
-        """Run one update and return what it left: loss sum, norm, metrics (on rank 0)."""
-        settings = self.state.optimizer
+    def train_step(
+        self, plan: Plan, step: int, load: LoadRows, num_targets: int | None = None
+    ) -> StepState:
+        """Run one update and return what it left: loss sum, norm, metrics (on rank 0).
+
+        Parameters
+        ----------
+        plan : Plan
+        step : int
+            Number of the step, for messages and the trace; the schedule, the bias correction and
+            the dropout masks follow the committed updates instead.
+        load : callable of int
+            Microbatch number -> rows.
+        num_targets : int, optional
+            Valid targets of this rank's rows; by default every row has one.
+
+        Raises
+        ------
+        BatchError
+            The gradients are not zero at the start, a microbatch is not what the plan was built
+            for, or the whole update has no valid target.
+        MpisimError
+            The update would not be finite; see `mpisim.engine.update`.
+
+        Notes
+        -----
+        Whatever is raised, parameters, moments, counters, schedule and loss scale are bit for bit
+        what they were, and the gradients are zero.
+        """
+        state, settings = self.state, self.state.optimizer
+        require_clean_gradients(state)
         current = StepState(load, step)
-        current.update_number = self.committed + 1
+        current.num_targets = sum(plan.rows[state.rank]) if num_targets is None else num_targets
+        current.update_number = state.committed + 1
+        current.loss_scale = state.loss_scale.value
         current.lr = learning_rate(
-            self.committed, lr=settings.lr, warmup_steps=settings.warmup_steps,
+            state.committed, lr=settings.lr, warmup_steps=settings.warmup_steps,
             schedule=settings.schedule, min_lr_ratio=settings.min_lr_ratio,
             total_steps=self.total_steps,
         )  # fmt: skip
-        self._run(plan, current)
-        self.committed += 1
+        try:
+            self._run(plan, current)
+        except BaseException:
+            abandon_step(state)
+            raise
         return current
 
     def evaluate(self, plan: Plan, step: int, load: LoadRows) -> StepState:
@@ -62,9 +94,7 @@ class Engine:
         recorder = state.recorder
         ops = plan.ranks[state.rank]
         number = self._register(plan)
-        state.step = current
-        state.plan_rows = plan.rows[state.rank]
-        state.plan_kinds = [type(op) for op in ops]
+        state.enter(plan, current)
         recorder.step = current.step
         stamp, clock, dp = recorder.op_stamps.append, recorder.clock, state.dp
         remember = recorder.enabled and self._memory_left[number] > 0
@@ -75,6 +105,8 @@ class Engine:
                 stamp(clock())
                 HANDLERS[type(op)](state, op)
                 stamp(clock())
+                if state.observe_op is not None:
+                    state.observe_op(op)
                 if not dp.idle:
                     dp.advance()
                 if remember:

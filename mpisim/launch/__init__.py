@@ -15,7 +15,14 @@ job failed, lost a rank or was interrupted.
 
 from mpisim.launch.job import launch, rank_command
 from mpisim.launch.launchers import Launcher, find_launcher
-from mpisim.launch.rank import Job, check_world, limit_blas_threads, run_as_rank, under_mpi
+from mpisim.launch.rank import (
+    Job,
+    check_world,
+    keep_freed_memory,
+    limit_blas_threads,
+    run_as_rank,
+    under_mpi,
+)
 from mpisim.launch.record import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_USE
 
 __all__ = [
@@ -26,6 +33,7 @@ __all__ = [
     "Launcher",
     "check_world",
     "find_launcher",
+    "keep_freed_memory",
     "launch",
     "limit_blas_threads",
     "rank_command",

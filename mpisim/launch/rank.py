@@ -135,6 +135,23 @@ def under_mpi() -> tuple[int, int] | None:
     return None
 
 
+def keep_freed_memory() -> None:
+    """Let this process keep the memory of freed arrays for the next ones.
+
+    By default glibc gives large blocks back to the system at once, and every new array pays for
+    zeroed pages again: 10 to 20 times the cost of an element-wise operation on 1 MiB. Elsewhere
+    this does nothing.
+    """
+    import ctypes
+
+    m_trim_threshold, m_mmap_threshold = -1, -3  # glibc's malloc.h
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        # The largest threshold that glibc takes; the default would grow to it, but not past it.
+        mallopt(m_mmap_threshold, 1 << 30)
+        mallopt(m_trim_threshold, (1 << 31) - 1)
+
+
 def limit_blas_threads() -> None:
     """Give this rank one BLAS thread unless the user chose another number.
 

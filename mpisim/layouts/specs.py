@@ -6,6 +6,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
+
+Keep = Literal["all", "selective"]
+"""What forward keeps: everything that backward reads, or all but what is cheap to compute again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,12 @@ class LayerSpec:
     they belong to category "data")."""
     kept_bytes: int = 0
     """`nbytes` that backward_input newly allocates and keeps for backward_weight."""
+    interior_bytes: int = 0
+    """Share of `extra_saved_bytes` that is freed when forward keeps selectively."""
+    check_bytes: int = 0
+    """`nbytes` of the values that are kept instead, as a check of what is computed again."""
+    interior_flops: int = 0
+    """Floating-point operations of computing the interior again."""
 
     @property
     def saved_bytes(self) -> int:
@@ -58,6 +68,11 @@ class LayerSpec:
             + self.extra_saved_bytes
         )
 
+    def extra_saved_bytes_for(self, keep: Keep) -> int:
+        """Return what `extra_saved_bytes` is when forward keeps `keep`."""
+        trimmed = self.check_bytes - self.interior_bytes
+        return self.extra_saved_bytes + (trimmed if keep == "selective" else 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSpec:
@@ -65,10 +80,12 @@ class BlockSpec:
 
     name: str
     layers: tuple[LayerSpec, ...] = field(default=())
+    borrows: tuple[str, ...] = ()
+    """Full names of parameters that the block reads and another block owns."""
 
     @property
     def params(self) -> tuple[ParamSpec, ...]:
-        """All parameters of the block, in layer order."""
+        """All parameters that the block owns, in layer order."""
         return tuple(param for layer in self.layers for param in layer.params)
 
     @property
@@ -109,3 +126,25 @@ class BlockSpec:
     def extra_saved_bytes(self) -> int:
         """Saved bytes that are no boundary tensor, summed over layers."""
         return sum(layer.extra_saved_bytes for layer in self.layers)
+
+    def extra_saved_bytes_for(self, keep: Keep) -> int:
+        """Return what `extra_saved_bytes` is when forward keeps `keep`.
+
+        With `keep` "selective" the saved boundaries stay as they are.
+        """
+        return sum(layer.extra_saved_bytes_for(keep) for layer in self.layers)
+
+    @property
+    def interior_bytes(self) -> int:
+        """Saved bytes that are freed when forward keeps selectively, summed over layers."""
+        return sum(layer.interior_bytes for layer in self.layers)
+
+    @property
+    def check_bytes(self) -> int:
+        """Saved bytes that are kept in their place, summed over layers."""
+        return sum(layer.check_bytes for layer in self.layers)
+
+    @property
+    def interior_flops(self) -> int:
+        """Floating-point operations of computing all interiors of the block again."""
+        return sum(layer.interior_flops for layer in self.layers)

@@ -21,6 +21,9 @@ NO_PEER = -1
 
 ALGORITHMS = ("auto", "ring", "recursive_doubling", "halving_doubling")
 
+REDUCTIONS = ("sum", "max")
+"""How an all-reduce combines what arrives with what is there; the same tables serve all."""
+
 # Switch-over sizes of `auto`, bytes of the whole buffer; measured by `mpisim bench collectives`
 # (experiments/bench/README.md shows the tables that these numbers come from).
 LATENCY_BYTES = 64 << 10
@@ -61,7 +64,7 @@ class Transfer:
     recv_lo: int
     recv_hi: int
     combine: bool
-    """True: add what arrives to this rank's own values; False: take it as it is."""
+    """True: combine what arrives with this rank's own values; False: take it as it is."""
 
     @property
     def send_count(self) -> int:

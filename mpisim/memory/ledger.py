@@ -61,6 +61,12 @@ class Ledger:
                 del self._held[key]
                 self._change(entry[1], -entry[2])
 
+    def release(self, category: str) -> None:
+        """Drop everything of a category at once, however often it is held: a step was given up."""
+        gone = [key for key, entry in self._held.items() if entry[1] == category]
+        for key in gone:
+            self._change(category, -self._held.pop(key)[2])
+
     def set_bytes(self, category: str, nbytes: int) -> None:
         """Set a category whose arrays are counted elsewhere (scratch of communicators)."""
         self._change(category, nbytes - self.live[category])

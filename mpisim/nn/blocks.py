@@ -1,18 +1,22 @@
 """A block: layers in a row, the smallest unit of bucketing and of the plan's Forward and Backward.
 
-Chains the layers' pure functions and names their parameters. Which block runs when, and on what
-rank, is the plan's business; accumulating the gradients that come out is the engine's.
+Chains the layers' pure functions, adds residual connections and names the parameters. Which block
+runs when, and on what rank, is the plan's business; accumulating the gradients that come out is
+the engine's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mpisim.layouts.specs import BlockSpec
-from mpisim.nn.layers import Arrays, Layer, LayerContext, RngFor, Saved
+from mpisim.layouts.specs import BlockSpec, Keep
+from mpisim.nn.layers import Arrays, InteriorLayer, Layer, LayerContext, RngFor, Saved
+from mpisim.nn.precision import is_floating
 
 BlockSaved = tuple[Saved, ...]
 
@@ -22,32 +26,56 @@ class Block:
     """A named row of named layers.
 
     Parameters of a block are a dict keyed ``layer.local``, such as ``linear.weight``; prefixed
-    with the block's name this is the full name that the rest of the package uses.
+    with the block's name this is the full name that the rest of the package uses. A parameter that
+    another block owns has that block's name in `full_names`.
+
+    Boundaries are numbered: 0 is the block's input, i the output of layer i - 1 with what `skips`
+    adds to it.
     """
 
     name: str
     """Unique in the model, such as ``block0``."""
     layers: tuple[tuple[str, Layer], ...]
     """(name, layer) pairs, first to last."""
+    skips: tuple[tuple[int, int], ...] = ()
+    """Residual connections: (source, end) adds the tensor at boundary source to that at end."""
+    borrows: tuple[tuple[str, str], ...] = ()
+    """(name within the block, full name) of each parameter that another block owns."""
+
+    def __post_init__(self) -> None:
+        assert all(0 <= source < end <= len(self.layers) for source, end in self.skips), self.skips
+        assert {local for local, _ in self.borrows} <= set(self._all_names()), self.borrows
+
+    def _all_names(self) -> Iterator[str]:
+        for layer_name, layer in self.layers:
+            for local in layer.param_names:
+                yield f"{layer_name}.{local}"
 
     @property
     def param_names(self) -> tuple[str, ...]:
-        """Names of the parameters within the block, in registration order."""
-        return tuple(
-            f"{layer_name}.{local}"
-            for layer_name, layer in self.layers
-            for local in layer.param_names
-        )
+        """Names within the block of the parameters that it owns, in registration order."""
+        borrowed = dict(self.borrows)
+        return tuple(name for name in self._all_names() if name not in borrowed)
+
+    @property
+    def full_names(self) -> dict[str, str]:
+        """Name within the block -> full name, of all parameters that the block reads.
+
+        Keys of `params` and of the gradients; two blocks whose full names meet share the parameter,
+        and its gradient is the sum of theirs.
+        """
+        borrowed = dict(self.borrows)
+        return {name: borrowed.get(name, f"{self.name}.{name}") for name in self._all_names()}
 
     def init(self, rng_for: RngFor, dtype: np.dtype) -> Arrays:
-        """Return fresh parameters of all layers.
+        """Return fresh parameters of all layers, without borrowed ones.
 
         Parameters
         ----------
         rng_for : callable of str to numpy.random.Generator
             Called with the name within the block, such as ``linear.weight``.
         dtype : numpy.dtype
-            float32 or float64.
+            Any floating dtype.
 
         Returns
         -------
@@ -55,25 +83,34 @@ class Block:
             In registration order.
         """
         params = {}
+        owned = set(self.param_names)
         for layer_name, layer in self.layers:
+            names = {f"{layer_name}.{local}" for local in layer.param_names}
+            # A layer's parameters are borrowed together or not at all.
+            assert names <= owned or not names & owned, names
+            if not names <= owned:
+                continue
             fresh = layer.init(lambda local, name=layer_name: rng_for(f"{name}.{local}"), dtype)
             params.update((f"{layer_name}.{local}", array) for local, array in fresh.items())
         return params
 
     def forward(
-        self, params: Arrays, x: np.ndarray, ctx: LayerContext
+        self, params: Arrays, x: np.ndarray, ctx: LayerContext, keep: Keep = "all"
     ) -> tuple[np.ndarray, BlockSaved]:
         """Run the layers first to last.
 
         Parameters
         ----------
         params : dict of str to ndarray
-            The block's parameters. Not modified.
+            The block's parameters, borrowed ones too, keyed as `full_names`. Not modified.
         x : ndarray
             Input of the first layer. Not modified; layers may keep it by reference, so its
             buffer must not be reused before backward.
         ctx : LayerContext
             Handed to every layer.
+        keep : {"all", "selective"}
+            With "selective", layers drop the interior of what they save as soon as they have run;
+            `restore` computes it again.
 
         Returns
         -------
@@ -84,10 +121,53 @@ class Block:
             What each layer saved, first to last.
         """
         saved = []
-        for layer_name, layer in self.layers:
-            x, layer_saved = layer.forward(_layer_params(params, layer_name, layer), x, ctx)
+        sources = {source for source, _ in self.skips}
+        held = {}
+        for index, (layer_name, layer) in enumerate(self.layers):
+            if index in sources:
+                held[index] = x
+            y, layer_saved = layer.forward(_layer_params(params, layer_name, layer), x, ctx)
+            if keep == "selective" and isinstance(layer, InteriorLayer):
+                layer_saved = layer.trim(layer_saved)
             saved.append(layer_saved)
+            # An output is fresh, and the layer that made it has not saved it (see spec), unless
+            # the layer passed its input on.
+            fresh = y is not x
+            for source in self._sources_of(index + 1):
+                y = _add(y, held[source], ctx, in_place=fresh)
+                fresh = True
+            x = y
         return x, tuple(saved)
+
+    def restore(self, saved: BlockSaved, ctx: LayerContext) -> BlockSaved:
+        """Compute again what forward dropped with `keep` "selective".
+
+        Parameters
+        ----------
+        saved : tuple of tuple of ndarray
+            Second result of forward. Not modified.
+        ctx : LayerContext
+            The context of the forward call.
+
+        Returns
+        -------
+        tuple of tuple of ndarray
+            What forward would have saved with `keep` "all"; arrays that were not dropped are the
+            same objects.
+
+        Raises
+        ------
+        RecomputeMismatch
+            A value that was kept as a check differs in some bit.
+        """
+        return tuple(
+            layer.restore(layer_saved, ctx) if isinstance(layer, InteriorLayer) else layer_saved
+            for (_, layer), layer_saved in zip(self.layers, saved, strict=True)
+        )
+
+    def _sources_of(self, end: int) -> list[int]:
+        """Return which boundaries are added to boundary `end`."""
+        return [source for source, skip_end in self.skips if skip_end == end]
 
     def backward(
         self,
@@ -104,7 +184,7 @@ class Block:
         params : dict of str to ndarray
             The parameters that forward saw. Not modified.
         saved : tuple of tuple of ndarray
-            Second result of forward. Not modified.
+            Second result of forward, or of restore. Not modified.
         dy : ndarray or float
             Gradient of the output; for a block that ends in a loss, the scalar seed. Not modified.
         ctx : LayerContext
@@ -118,11 +198,14 @@ class Block:
         dx : ndarray or None
             Gradient of the block's input; None if the input has none.
         grads : dict of str to ndarray
-            Newly allocated gradients keyed as `params`, in registration order.
+            Newly allocated gradients keyed as `params`, borrowed ones too, in registration order.
         """
         by_layer = []
+        branches: dict[int, list[np.ndarray]] = defaultdict(list)
         for index in reversed(range(len(self.layers))):
             layer_name, layer = self.layers[index]
+            for source in self._sources_of(index + 1):
+                branches[source].append(dy)
             if between is not None and by_layer:
                 between()
             dx, kept = layer.backward_input(
@@ -131,6 +214,10 @@ class Block:
             if between is not None:
                 between()
             by_layer.append(layer.backward_weight(saved[index], kept, ctx))
+            fresh = dx is not dy
+            for branch in branches.pop(index, ()):
+                dx = _add(dx, branch, ctx, in_place=fresh)
+                fresh = True
             dy = dx
         grads = {
             f"{layer_name}.{local}": grad
@@ -143,24 +230,56 @@ class Block:
         """List the floating arrays of `saved`, each object once, in layer order.
 
         The sum of their `nbytes` is the block's activation memory, and equals what `spec` says:
-        `boundary_bytes` over `saved_boundaries()` plus `extra_saved_bytes`. Token ids are data
-        and are left out.
+        `boundary_bytes` over `saved_boundaries()` plus `extra_saved_bytes_for(keep)`. Integers
+        (token ids, counts) are data and are left out.
         """
-        unique = {
-            id(array): array
-            for layer_saved in saved
-            for array in layer_saved
-            if array.dtype.kind == "f"
-        }
+        unique = {id(array): array for array in _flatten(saved) if is_floating(array.dtype)}
         return list(unique.values())
 
     def spec(self, x_shape: tuple[int, ...], dtype: np.dtype) -> BlockSpec:
-        """Return the block's costs for an input of shape `x_shape` and arrays of `dtype`."""
+        """Return the block's costs for an input of shape `x_shape` and arrays of `dtype`.
+
+        Additions of residual connections are counted with the layer whose output they change.
+        """
         specs = []
-        for layer_name, layer in self.layers:
-            specs.append(layer.spec(x_shape, dtype, f"{self.name}.{layer_name}"))
-            x_shape = specs[-1].output_shape
-        return BlockSpec(name=self.name, layers=tuple(specs))
+        owned = {f"{self.name}.{name}" for name in self.param_names}
+        for index, (layer_name, layer) in enumerate(self.layers):
+            spec = layer.spec(x_shape, dtype, f"{self.name}.{layer_name}")
+            x_shape = spec.output_shape
+            added = len(self._sources_of(index + 1)) * math.prod(x_shape)
+            specs.append(
+                replace(
+                    spec,
+                    params=tuple(param for param in spec.params if param.name in owned),
+                    forward_flops=spec.forward_flops + added,
+                    backward_flops=spec.backward_flops + added,
+                )
+            )
+        for source, end in self.skips:
+            # What is added costs no memory of its own: a layer keeps it anyway. What is added to
+            # may be changed in place: the layer that made it does not keep it.
+            assert specs[source].saves_input or (source and specs[source - 1].saves_output)
+            assert not specs[end - 1].saves_output
+        borrows = tuple(full_name for _, full_name in self.borrows)
+        return BlockSpec(name=self.name, layers=tuple(specs), borrows=borrows)
+
+
+def _add(y: np.ndarray, addend: np.ndarray, ctx: LayerContext, *, in_place: bool) -> np.ndarray:
+    """Return the sum in y's dtype; in y itself if that may be, and 16-bit sums rounded once."""
+    if y.dtype.itemsize == 2:
+        total = ctx.wide(y)
+        total += ctx.wide(addend)
+        return ctx.narrow(total, y.dtype)
+    return np.add(y, addend, out=y if in_place else None)
+
+
+def _flatten(saved: tuple) -> Iterator[np.ndarray]:
+    """Yield the arrays of nested tuples, in order."""
+    for item in saved:
+        if isinstance(item, tuple):
+            yield from _flatten(item)
+        else:
+            yield item
 
 
 def _layer_params(params: Arrays, layer_name: str, layer: Layer) -> Arrays:

@@ -1,7 +1,12 @@
 """Layers: frozen dataclasses that hold sizes and nothing else.
 
 Parameters, saved arrays and gradients are passed in and returned; no layer changes an argument.
-Loss layers live in `losses`, groups of layers in `blocks`; `spec` feeds plan, cost and memory.
+Here: the interface and the layers of the MLP. The decoder's are in `transformer` and `attention`,
+loss layers in `losses`, groups of layers in `blocks`; `spec` feeds plan, cost and memory.
+
+Storage: a layer returns and saves arrays of its input's dtype. 16-bit values are widened to
+float32, computed with, and what is returned or saved is rounded once; gradients of parameters and
+saved statistics stay wide.
 
 Shape suffixes: B batch rows, K window, V vocabulary, D embedding width, I inputs, O outputs,
 F features of an activation, N positions (B * K), U distinct ids.
@@ -11,13 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
 from mpisim.layouts.specs import LayerSpec, ParamSpec
-from mpisim.nn.numerics import flat_view, tile_slices
+from mpisim.nn.dropout import DropoutMasks
+from mpisim.nn.kernels import Kernels, load_kernels
 
 ActivationKind = Literal["relu", "tanh", "gelu"]
 InitScheme = Literal["he", "xavier"]
@@ -25,8 +31,9 @@ RngFor = Callable[[str], np.random.Generator]
 Arrays = dict[str, np.ndarray]
 Saved = tuple[np.ndarray, ...]
 
-_GELU_SCALE = math.sqrt(2.0 / math.pi)
-_GELU_CUBIC = 0.044715
+
+def _numpy_kernels() -> Kernels:
+    return load_kernels("numpy")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,18 +41,38 @@ class LayerContext:
     """What a call needs and a layer must not hold."""
 
     targets: np.ndarray | None = None
-    """Read by loss layers: class ids of shape (B,), or floats of shape (B, num_targets)."""
+    """Read by loss layers: class ids of shape (B,) or (B, T), where -1 means no target, or floats
+    of shape (B, num_targets)."""
+    starts: np.ndarray | None = None
+    """Read by attention: column of the first token of the document that each position belongs to,
+    shape (B, T), integer; None means that every row is one document from column 0."""
+    dropout: DropoutMasks | None = None
+    """Masks of this microbatch; None drops nothing (evaluation)."""
+    kernels: Kernels = field(default_factory=_numpy_kernels)
+    """Element-wise work on float32 and float64 arrays."""
+
+    def wide(self, array: np.ndarray) -> np.ndarray:
+        """Return a float32 copy of a 16-bit array; float32 and float64 arrays as they are."""
+        return self.kernels.widen(array) if array.dtype.itemsize == 2 else array
+
+    def narrow(self, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """Return `array` rounded once to a 16-bit `dtype`; as it is if it has the dtype."""
+        return array if array.dtype == dtype else self.kernels.narrow(array, dtype)
 
 
 class Layer(Protocol):
     """What every layer offers.
 
     `saved` is a plain tuple of arrays: the sum of `nbytes` of its floating arrays is the layer's
-    activation memory, and dropping it is freeing it. Integer arrays in `saved` (token ids) are
-    data that the caller holds anyway and are not counted. Zero rows are legal everywhere.
+    activation memory, and dropping it is freeing it. Integer arrays in `saved` (token ids, counts)
+    are data and are not counted. Zero rows are legal everywhere. A layer whose `saved` has an
+    interior that can be dropped and computed again is an `InteriorLayer`.
     """
 
-    param_names: ClassVar[tuple[str, ...]]
+    @property
+    def param_names(self) -> tuple[str, ...]:
+        """Local names of the parameters, in registration order."""
+        ...
 
     def init(self, rng_for: RngFor, dtype: np.dtype) -> Arrays:
         """Return fresh parameters; `rng_for(local_name)` is the generator of one of them."""
@@ -73,6 +100,19 @@ class Layer(Protocol):
 
     def spec(self, x_shape: tuple[int, ...], dtype: np.dtype, name: str) -> LayerSpec:
         """Return the costs for one input shape; parameter names are prefixed with `name`."""
+        ...
+
+
+@runtime_checkable
+class InteriorLayer(Protocol):
+    """What a layer offers beside if part of its `saved` can be computed again from the rest."""
+
+    def trim(self, saved: Saved) -> Saved:
+        """Return `saved` without its interior, with a few values of it as a check."""
+        ...
+
+    def restore(self, trimmed: Saved, ctx: LayerContext) -> Saved:
+        """Return the `saved` that `trim` got; raise RecomputeMismatch if the check differs."""
         ...
 
 
@@ -147,7 +187,7 @@ class Embedding(PlainBackward):
     def init(self, rng_for: RngFor, dtype: np.dtype) -> Arrays:
         """Return ``{"weight": (V, D)}`` drawn from the standard normal distribution."""
         shape = (self.vocab_size, self.embed_dim)
-        return {"weight": _normal(rng_for("weight"), shape, 1.0, dtype)}
+        return {"weight": normal_weights(rng_for("weight"), shape, 1.0, dtype)}
 
     def forward(self, params: Arrays, x: np.ndarray, ctx: LayerContext) -> tuple[np.ndarray, Saved]:
         """Return the flattened embeddings.
@@ -201,7 +241,7 @@ class Embedding(PlainBackward):
         than `np.add.at` and its order of additions does not depend on the NumPy version.
         """
         (ids_BK,) = saved
-        (dy,) = kept
+        dy = ctx.wide(kept[0])
         dweight_VD = np.zeros((self.vocab_size, self.embed_dim), dtype=dy.dtype)
         ids_N = ids_BK.reshape(-1)
         if ids_N.size:
@@ -268,7 +308,7 @@ class Linear(PlainBackward):
             variance = 2.0 / (self.in_features + self.out_features)
         shape = (self.in_features, self.out_features)
         return {
-            "weight": _normal(rng_for("weight"), shape, math.sqrt(variance), dtype),
+            "weight": normal_weights(rng_for("weight"), shape, math.sqrt(variance), dtype),
             "bias": np.zeros(self.out_features, dtype=dtype),
         }
 
@@ -291,22 +331,25 @@ class Linear(PlainBackward):
         """
         weight_IO = params["weight"]
         assert x.dtype == weight_IO.dtype, (x.dtype, weight_IO.dtype)
-        y_BO = x @ weight_IO
-        y_BO += params["bias"]
-        return y_BO, (x,)
+        y_BO = ctx.wide(x) @ ctx.wide(weight_IO)
+        y_BO += ctx.wide(params["bias"])
+        return ctx.narrow(y_BO, x.dtype), (x,)
 
     def backward_input(
         self, params: Arrays, saved: Saved, dy: np.ndarray, ctx: LayerContext
     ) -> tuple[np.ndarray | None, Saved]:
         """Return ``(dy @ weight.T, (dy,))``; the first is None without `input_grad`."""
-        dx_BI = dy @ params["weight"].T if self.input_grad else None
-        return dx_BI, (dy,)
+        if not self.input_grad:
+            return None, (dy,)
+        dx_BI = ctx.wide(dy) @ ctx.wide(params["weight"]).T
+        return ctx.narrow(dx_BI, dy.dtype), (dy,)
 
     def backward_weight(self, saved: Saved, kept: Saved, ctx: LayerContext) -> Arrays:
         """Return ``{"weight": x.T @ dy, "bias": sum of dy over rows}``."""
         (x_BI,) = saved
         (dy_BO,) = kept
         assert x_BI.dtype == dy_BO.dtype, (x_BI.dtype, dy_BO.dtype)
+        x_BI, dy_BO = ctx.wide(x_BI), ctx.wide(dy_BO)
         return {"weight": x_BI.T @ dy_BO, "bias": np.add.reduce(dy_BO, axis=0)}
 
     def spec(self, x_shape: tuple[int, ...], dtype: np.dtype, name: str) -> LayerSpec:
@@ -358,7 +401,7 @@ class Activation(NoParams):
         ----------
         params : dict
             Empty.
-        x : ndarray of shape (B, F), float32 or float64
+        x : ndarray of shape (B, F), floating
             Not modified; kept by reference in `saved` for kind "gelu".
         ctx : LayerContext
             Not read.
@@ -368,13 +411,11 @@ class Activation(NoParams):
         y : ndarray of shape (B, F), same dtype
         saved : (x,) for gelu, (y,) otherwise
         """
-        if self.kind == "relu":
-            y = np.maximum(x, 0)
-            return y, (y,)
-        if self.kind == "tanh":
-            y = np.tanh(x)
-            return y, (y,)
-        return _gelu(x), (x,)
+        if self.kind == "gelu":
+            return ctx.narrow(ctx.kernels.gelu(ctx.wide(x)), x.dtype), (x,)
+        y = np.maximum(ctx.wide(x), 0) if self.kind == "relu" else np.tanh(ctx.wide(x))
+        y = ctx.narrow(y, x.dtype)
+        return y, (y,)
 
     def backward_input(
         self, params: Arrays, saved: Saved, dy: np.ndarray, ctx: LayerContext
@@ -382,15 +423,17 @@ class Activation(NoParams):
         """Return ``(dx, ())``, dx of shape (B, F) and dy's dtype."""
         (kept_BF,) = saved
         assert dy.dtype == kept_BF.dtype, (dy.dtype, kept_BF.dtype)
+        kept_BF, wide_dy = ctx.wide(kept_BF), ctx.wide(dy)
         if self.kind == "relu":
             # A boolean factor keeps the dtype; it is 15 times faster here than np.where.
-            return dy * (kept_BF > 0), ()
-        if self.kind == "tanh":
+            dx = wide_dy * (kept_BF > 0)
+        elif self.kind == "tanh":
             dx = kept_BF * kept_BF
             np.subtract(1, dx, out=dx)
-            dx *= dy
-            return dx, ()
-        return _gelu_backward(kept_BF, dy), ()
+            dx *= wide_dy
+        else:
+            dx = ctx.kernels.gelu_backward(wide_dy, kept_BF)
+        return ctx.narrow(dx, dy.dtype), ()
 
     def spec(self, x_shape: tuple[int, ...], dtype: np.dtype, name: str) -> LayerSpec:
         """Return the costs for an input of shape `x_shape`; one pass per element is one flop."""
@@ -410,55 +453,25 @@ class Activation(NoParams):
         )
 
 
-def _normal(
+def normal_weights(
     rng: np.random.Generator, shape: tuple[int, ...], scale: float, dtype: np.dtype
 ) -> np.ndarray:
-    """Draw in float64 and round once, so that both dtypes start from the same numbers."""
+    """Draw normal numbers of standard deviation `scale` in float64 and round them to `dtype`.
+
+    All dtypes start from the same numbers; 16-bit weights are the rounded float32 weights, which
+    the float32 masters of a 16-bit run start from.
+    """
     draws = rng.standard_normal(shape)
     draws *= scale
-    return draws.astype(dtype, copy=False)
+    return draws.astype(wide_dtype(dtype), copy=False).astype(dtype, copy=False)
 
 
-def _half_one_plus_tanh(x: np.ndarray, out: np.ndarray) -> None:
-    """Write ``(1 + tanh(u(x))) / 2`` to `out`."""
-    np.multiply(x, x, out=out)
-    out *= _GELU_CUBIC
-    out += 1
-    out *= x
-    out *= _GELU_SCALE
-    np.tanh(out, out=out)
-    out += 1
-    out *= 0.5
+def wide_dtype(dtype: np.dtype) -> np.dtype:
+    """Return the dtype in which values stored as `dtype` are computed with."""
+    dtype = np.dtype(dtype)
+    return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
 
 
-def _gelu(x: np.ndarray) -> np.ndarray:
-    """Return gelu(x); no scratch beside the result."""
-    y = np.empty_like(x, order="C")
-    x_flat, y_flat = flat_view(np.ascontiguousarray(x)), flat_view(y)
-    for tile in tile_slices(x_flat.size):
-        _half_one_plus_tanh(x_flat[tile], y_flat[tile])
-        y_flat[tile] *= x_flat[tile]
-    return y
-
-
-def _gelu_backward(x: np.ndarray, dy: np.ndarray) -> np.ndarray:
-    """Return the gradient of gelu at `x`; scratch is two tiles."""
-    dx = np.empty_like(x, order="C")
-    x_flat, dy_flat = flat_view(np.ascontiguousarray(x)), flat_view(np.ascontiguousarray(dy))
-    dx_flat = flat_view(dx)
-    for tile in tile_slices(x_flat.size):
-        x_tile, dx_tile = x_flat[tile], dx_flat[tile]
-        half = np.empty_like(x_tile)
-        _half_one_plus_tanh(x_tile, half)
-        slope = x_tile * x_tile
-        slope *= 3 * _GELU_CUBIC
-        slope += 1
-        slope *= 2 * _GELU_SCALE
-        slope *= x_tile
-        # dx = half * (1 + slope * (1 - half)), the product rule with tanh' = 4 half (1 - half)
-        np.subtract(1, half, out=dx_tile)
-        dx_tile *= slope
-        dx_tile += 1
-        dx_tile *= half
-        dx_tile *= dy_flat[tile]
-    return dx
+def as_rows(array: np.ndarray) -> np.ndarray:
+    """Return `array` as a C-contiguous matrix whose columns are its last dim."""
+    return np.ascontiguousarray(array).reshape(math.prod(array.shape[:-1]), array.shape[-1])

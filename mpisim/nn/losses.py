@@ -1,20 +1,36 @@
 """Loss layers: the last layer of the last block, with the interface of every other layer.
 
-Each returns the sum of the losses of its rows in float64; the engine divides by the row count of
-the whole update, so micro-batches and ranks of unequal size weigh their rows equally.
+Each returns the sum of the losses of its targets in float64; the engine divides by the number of
+targets of the whole update, so micro-batches and ranks of unequal size weigh targets equally.
 
-Shape suffixes: B batch rows, C classes, T targets.
+Shape suffixes: B batch rows, C classes, T targets or positions, N tokens (B * T), D model width,
+V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from mpisim.layouts.specs import LayerSpec
-from mpisim.nn.layers import Arrays, LayerContext, NoParams, Saved
-from mpisim.nn.numerics import squared_norm
+from mpisim.errors import BatchError
+from mpisim.layouts.specs import LayerSpec, ParamSpec
+from mpisim.nn.layers import (
+    Arrays,
+    LayerContext,
+    NoParams,
+    PlainBackward,
+    RngFor,
+    Saved,
+    as_rows,
+    normal_weights,
+    wide_dtype,
+)
+from mpisim.nn.numerics import squared_norm, tile_slices
+from mpisim.nn.transformer import TABLE_STD
 
 
 @dataclass(frozen=True)
@@ -26,7 +42,8 @@ class SoftmaxCrossEntropy(NoParams):
     Forward: ``y = sum over b of log(sum over c of exp(x[b, c])) - x[b, target[b]]``, computed
     after subtracting each row's maximum, so that no exponential overflows.
 
-    Saved: the softmax probabilities, shape (B, C). The logits can be freed.
+    Saved: the softmax probabilities, shape (B, C), and the number of rows whose most probable class
+    is the target, an integer of shape (). The logits can be freed.
 
     Backward: ``dx = seed * (probabilities - one_hot(target))``.
     """
@@ -41,7 +58,7 @@ class SoftmaxCrossEntropy(NoParams):
         ----------
         params : dict
             Empty.
-        x : ndarray of shape (B, C), float32 or float64
+        x : ndarray of shape (B, C), floating
             Logits. Not modified.
         ctx : LayerContext
             `ctx.targets`: class ids of shape (B,), any integer dtype, in 0..C-1.
@@ -50,7 +67,7 @@ class SoftmaxCrossEntropy(NoParams):
         -------
         y : ndarray of shape (), float64
             Sum of the losses of the rows, nats; 0 for zero rows.
-        saved : (probabilities,), shape (B, C), x's dtype
+        saved : (probabilities, hits), shapes (B, C) and (), x's dtype and int64
 
         Raises
         ------
@@ -58,24 +75,27 @@ class SoftmaxCrossEntropy(NoParams):
             The targets are missing, of another length, not integer, or out of range.
         """
         targets_B = self._checked_targets(x, ctx)
-        probs_BC = x - np.max(x, axis=1, keepdims=True)
+        wide_BC = ctx.wide(x)
+        probs_BC = wide_BC - np.max(wide_BC, axis=1, keepdims=True)
         picked_B = probs_BC[np.arange(x.shape[0]), targets_B]
         np.exp(probs_BC, out=probs_BC)
         sums_B = np.add.reduce(probs_BC, axis=1)
         probs_BC /= sums_B[:, np.newaxis]
         losses_B = np.log(sums_B.astype(np.float64))
         losses_B -= picked_B
-        return np.asarray(np.add.reduce(losses_B)), (probs_BC,)
+        # Counted before rounding: 16-bit probabilities tie where the logits do not.
+        hits = np.asarray(self.num_correct(probs_BC, targets_B), dtype=np.int64)
+        return np.asarray(np.add.reduce(losses_B)), (ctx.narrow(probs_BC, x.dtype), hits)
 
     def backward_input(
         self, params: Arrays, saved: Saved, dy: np.ndarray | float, ctx: LayerContext
     ) -> tuple[np.ndarray, Saved]:
         """Return ``(dx, ())``: dx of shape (B, C) in the logits' dtype; `dy` is the scalar seed."""
-        (probs_BC,) = saved
+        probs_BC, _ = saved
         seed = float(dy)
-        dx_BC = probs_BC * seed
+        dx_BC = ctx.wide(probs_BC) * seed
         dx_BC[np.arange(dx_BC.shape[0]), ctx.targets] -= seed
-        return dx_BC, ()
+        return ctx.narrow(dx_BC, probs_BC.dtype), ()
 
     def num_correct(self, scores: np.ndarray, targets: np.ndarray) -> int:
         """Count the rows whose largest score is at the target (top-1).
@@ -147,10 +167,11 @@ class MeanSquaredError(NoParams):
         ----------
         params : dict
             Empty.
-        x : ndarray of shape (B, T), float32 or float64
+        x : ndarray of shape (B, T), floating
             Predictions. Not modified.
         ctx : LayerContext
-            `ctx.targets`: floats of shape (B, T), x's dtype.
+            `ctx.targets`: floats of shape (B, T), x's dtype; float32 beside 16-bit predictions is
+            fine, too.
 
         Returns
         -------
@@ -165,21 +186,27 @@ class MeanSquaredError(NoParams):
             predictions of shape (B, 1) would broadcast to (B, B) without an error.)
         """
         targets_BT = ctx.targets
-        if targets_BT is None or targets_BT.shape != x.shape or targets_BT.dtype != x.dtype:
+        if (
+            targets_BT is None
+            or targets_BT.shape != x.shape
+            or targets_BT.dtype not in (x.dtype, wide_dtype(x.dtype))
+        ):
             got = "none" if targets_BT is None else f"{targets_BT.dtype} {targets_BT.shape}"
             raise ValueError(
                 f"targets must be {x.dtype} of shape {x.shape}; got {got}. "
                 f"Pass one row of targets per row of predictions in LayerContext."
             )
-        difference_BT = x - targets_BT
-        return np.asarray(squared_norm(difference_BT), dtype=np.float64), (difference_BT,)
+        difference_BT = ctx.wide(x) - ctx.wide(targets_BT)
+        loss = np.asarray(squared_norm(difference_BT), dtype=np.float64)
+        return loss, (ctx.narrow(difference_BT, x.dtype),)
 
     def backward_input(
         self, params: Arrays, saved: Saved, dy: np.ndarray | float, ctx: LayerContext
     ) -> tuple[np.ndarray, Saved]:
         """Return ``(dx, ())``: dx of shape (B, T) in x's dtype; `dy` is the scalar seed."""
         (difference_BT,) = saved
-        return difference_BT * (2.0 * float(dy)), ()
+        dx_BT = ctx.wide(difference_BT) * (2.0 * float(dy))
+        return ctx.narrow(dx_BT, difference_BT.dtype), ()
 
     def spec(self, x_shape: tuple[int, ...], dtype: np.dtype, name: str) -> LayerSpec:
         """Return the costs for predictions of shape `x_shape` (B, T)."""
@@ -193,3 +220,166 @@ class MeanSquaredError(NoParams):
             output_bytes=8,
             extra_saved_bytes=num_bytes,
         )
+
+
+@dataclass(frozen=True)
+class LanguageHead(PlainBackward):
+    """Project every token to the vocabulary and take the cross-entropy of the valid targets.
+
+    One layer, not two, because only so the logits of all tokens need not exist at one time.
+
+    Notes
+    -----
+    Forward: ``logits[n] = x[n] @ weight.T``, ``y = sum over n with target[n] >= 0 of
+    log(sum over v of exp(logits[n, v])) - logits[n, target[n]]``, in nats.
+
+    Saved without chunks: x, shape (B, T, D); the softmax probabilities, shape (N, V); the number
+    of valid targets that have the largest logit, an integer of shape ().
+
+    Saved with chunks: x and the number. At any time the logits of one chunk of tokens exist, and
+    backward computes them again.
+
+    Backward: ``dlogits = seed * (probabilities - one_hot(target))``, 0 where the target is -1;
+    ``dx = dlogits @ weight``, ``dweight = dlogits.T @ x``. Without chunks backward_input keeps
+    dlogits, (N, V); with chunks dweight, (V, D), added up chunk by chunk.
+
+    The weight has the shape of the token table, which it may be (a block can borrow parameters);
+    an own one starts like the table.
+    """
+
+    vocab_size: int
+    """Number of classes, V."""
+    d_model: int
+    """Input width, D."""
+    chunk_tokens: int = 0
+    """Tokens of a chunk; 0 means all at once."""
+
+    param_names: ClassVar[tuple[str, ...]] = ("weight",)
+
+    def init(self, rng_for: RngFor, dtype: np.dtype) -> Arrays:
+        """Return ``{"weight": (V, D)}``."""
+        shape = (self.vocab_size, self.d_model)
+        return {"weight": normal_weights(rng_for("weight"), shape, TABLE_STD, dtype)}
+
+    def forward(self, params: Arrays, x: np.ndarray, ctx: LayerContext) -> tuple[np.ndarray, Saved]:
+        """Return the summed loss.
+
+        Parameters
+        ----------
+        params : dict
+            ``{"weight": (V, D)}``.
+        x : ndarray of shape (B, T, D), floating
+            Kept by reference in `saved`.
+        ctx : LayerContext
+            `ctx.targets`: ids of shape (B, T), any integer dtype, in 0..V-1, or -1 for none.
+
+        Returns
+        -------
+        y : ndarray of shape (), float64
+            Sum of the losses of the valid targets, nats; 0 without any.
+        saved : (x, probabilities, hits), or (x, hits) with chunks
+
+        Raises
+        ------
+        BatchError
+            The targets are missing, of another shape, not integer, or out of range.
+        """
+        targets_N = self._checked_targets(x, ctx)
+        x_ND, weight_VD = as_rows(x), ctx.wide(params["weight"])
+        loss, hits, probs_NV = 0.0, 0, None
+        for chunk, probs_NV in self._each_logits(x_ND, weight_VD, ctx):
+            chunk_loss, chunk_hits = ctx.kernels.cross_entropy(probs_NV, targets_N[chunk])
+            loss += chunk_loss
+            hits += chunk_hits
+        counted = np.asarray(hits, dtype=np.int64)
+        if self.chunk_tokens:
+            return np.asarray(loss, dtype=np.float64), (x, counted)
+        return np.asarray(loss, dtype=np.float64), (x, ctx.narrow(probs_NV, x.dtype), counted)
+
+    def backward_input(
+        self, params: Arrays, saved: Saved, dy: np.ndarray | float, ctx: LayerContext
+    ) -> tuple[np.ndarray, Saved]:
+        """Return dx, of shape (B, T, D) and x's dtype, and what backward_weight needs.
+
+        `dy` is the scalar seed. The second result is ``(dlogits,)``, or ``(dweight,)`` with chunks.
+        """
+        x = saved[0]
+        seed = float(dy)
+        targets_N = ctx.targets.reshape(-1)
+        weight_VD = ctx.wide(params["weight"])
+        if not self.chunk_tokens:
+            probs_NV = saved[1]
+            dlogits_NV = ctx.wide(probs_NV) if probs_NV.dtype.itemsize == 2 else probs_NV.copy()
+            ctx.kernels.cross_entropy_backward(dlogits_NV, targets_N, seed)
+            kept_NV = ctx.narrow(dlogits_NV, x.dtype)
+            dx_ND = ctx.wide(kept_NV) @ weight_VD
+            return ctx.narrow(dx_ND, x.dtype).reshape(x.shape), (kept_NV,)
+        x_ND = as_rows(x)
+        dx_ND = np.empty(x_ND.shape, dtype=x.dtype)
+        dweight_VD = np.zeros_like(weight_VD)
+        addend_VD = np.empty_like(weight_VD)
+        for chunk, dlogits_NV in self._each_logits(x_ND, weight_VD, ctx):
+            ctx.kernels.cross_entropy(dlogits_NV, targets_N[chunk])
+            ctx.kernels.cross_entropy_backward(dlogits_NV, targets_N[chunk], seed)
+            dx_ND[chunk] = ctx.narrow(dlogits_NV @ weight_VD, x.dtype)
+            np.matmul(dlogits_NV.T, ctx.wide(x_ND[chunk]), out=addend_VD)
+            dweight_VD += addend_VD
+        return dx_ND.reshape(x.shape), (dweight_VD,)
+
+    def backward_weight(self, saved: Saved, kept: Saved, ctx: LayerContext) -> Arrays:
+        """Return ``{"weight": (V, D)}``."""
+        if self.chunk_tokens:
+            return {"weight": kept[0]}
+        return {"weight": ctx.wide(kept[0]).T @ as_rows(ctx.wide(saved[0]))}
+
+    def _each_logits(
+        self, x_ND: np.ndarray, weight_VD: np.ndarray, ctx: LayerContext
+    ) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yield each chunk of tokens and its wide logits; the array is reused by the next one."""
+        num_tokens = len(x_ND)
+        chunk_tokens = min(self.chunk_tokens or num_tokens, num_tokens)
+        buffer = np.empty((chunk_tokens, self.vocab_size), dtype=weight_VD.dtype)
+        for chunk in tile_slices(num_tokens, chunk_tokens) if num_tokens else [slice(0, 0)]:
+            logits_NV = buffer[: chunk.stop - chunk.start]
+            np.matmul(ctx.wide(x_ND[chunk]), weight_VD.T, out=logits_NV)
+            yield chunk, logits_NV
+
+    def num_correct(self, saved: Saved) -> int:
+        """Return how many valid targets had the largest logit, from what forward saved."""
+        return int(saved[-1])
+
+    def spec(self, x_shape: tuple[int, ...], dtype: np.dtype, name: str) -> LayerSpec:
+        """Return the costs for an input of shape `x_shape` (B, T, D)."""
+        num_tokens = math.prod(x_shape[:-1])
+        itemsize = np.dtype(dtype).itemsize
+        num_logits = num_tokens * self.vocab_size
+        matmul_flops = 2 * num_logits * self.d_model
+        logits_flops = matmul_flops + 5 * num_logits
+        chunked = self.chunk_tokens > 0
+        weight_bytes = self.vocab_size * self.d_model * wide_dtype(dtype).itemsize
+        return LayerSpec(
+            params=(ParamSpec(name=f"{name}.weight", shape=(self.vocab_size, self.d_model)),),
+            forward_flops=logits_flops,
+            backward_flops=2 * matmul_flops + 2 * num_logits + chunked * logits_flops,
+            output_shape=(),
+            input_bytes=num_tokens * self.d_model * itemsize,
+            output_bytes=8,
+            saves_input=True,
+            extra_saved_bytes=0 if chunked else num_logits * itemsize,
+            kept_bytes=weight_bytes if chunked else num_logits * itemsize,
+        )
+
+    def _checked_targets(self, x: np.ndarray, ctx: LayerContext) -> np.ndarray:
+        targets = ctx.targets
+        if targets is None or targets.shape != x.shape[:-1] or targets.dtype.kind not in "iu":
+            got = "none" if targets is None else f"{targets.dtype} {targets.shape}"
+            raise BatchError(
+                f"targets must be integers of shape {x.shape[:-1]}; got {got}. Pass one id per "
+                f"token in LayerContext, -1 for none."
+            )
+        if targets.size and not (int(targets.min()) >= -1 and int(targets.max()) < self.vocab_size):
+            raise BatchError(
+                f"targets must be in 0..{self.vocab_size - 1}, or -1 for none; got "
+                f"{int(targets.min())}..{int(targets.max())}. Check the tokenizer."
+            )
+        return targets.reshape(-1)

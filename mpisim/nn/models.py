@@ -1,7 +1,7 @@
 """Models: tuples of blocks, the last of which ends in the loss.
 
-`build_mlp` turns plain sizes into blocks; a new architecture is another builder here. The engine
-runs the blocks, `plan` and `cost` read `Model.spec`. No arrays live here.
+`build_mlp` turns plain sizes into blocks; another architecture is another builder, as in `decoder`.
+The engine runs the blocks, `plan` and `cost` read `Model.spec`. No arrays live here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from mpisim.errors import ConfigError
 from mpisim.layouts.specs import BlockSpec, ParamSpec
 from mpisim.nn.blocks import Block, BlockSaved
 from mpisim.nn.layers import Activation, ActivationKind, Arrays, Embedding, Linear
-from mpisim.nn.losses import MeanSquaredError, SoftmaxCrossEntropy
+from mpisim.nn.losses import LanguageHead, MeanSquaredError, SoftmaxCrossEntropy
+from mpisim.nn.transformer import Dropout
 
 InputKind = Literal["tokens", "features"]
 OutputKind = Literal["classes", "targets"]
@@ -30,7 +31,9 @@ class Model:
     input_kind: InputKind
     """`tokens`: ids of shape (B, input_width); `features`: floats of that shape."""
     input_width: int
-    """Window length in tokens, or number of features."""
+    """Window length in tokens (the longest, if rows may be shorter), or number of features."""
+    d_model: int = 0
+    """Width of the residual stream, which dropout masks have; 0 in an MLP."""
 
     @property
     def loss_block_index(self) -> int:
@@ -38,11 +41,23 @@ class Model:
         return len(self.blocks) - 1
 
     @property
-    def loss_layer(self) -> SoftmaxCrossEntropy | MeanSquaredError:
+    def loss_layer(self) -> SoftmaxCrossEntropy | MeanSquaredError | LanguageHead:
         """The last layer of the last block."""
         return self.blocks[-1].layers[-1][1]
 
-    def spec(self, batch_rows: int, dtype: np.dtype) -> tuple[BlockSpec, ...]:
+    @property
+    def has_token_targets(self) -> bool:
+        """Whether every position has a target of its own, and rows may have any length."""
+        return isinstance(self.loss_layer, LanguageHead)
+
+    @property
+    def num_dropout_sites(self) -> int:
+        """Places where masks are applied; 0 without dropout."""
+        return sum(isinstance(layer, Dropout) for block in self.blocks for _, layer in block.layers)
+
+    def spec(
+        self, batch_rows: int, dtype: np.dtype, length: int | None = None
+    ) -> tuple[BlockSpec, ...]:
         """Return the costs of every block for a microbatch.
 
         Parameters
@@ -50,7 +65,9 @@ class Model:
         batch_rows : int
             Rows of the microbatch, >= 0.
         dtype : numpy.dtype
-            Of parameters and activations: float32 or float64.
+            Of parameters and activations: float32, float64, float16 or bfloat16.
+        length : int, optional
+            Tokens per row of the microbatch, padding included; `input_width` without.
 
         Returns
         -------
@@ -58,7 +75,7 @@ class Model:
             In forward order, parameters with their full names.
         """
         specs = []
-        x_shape: tuple[int, ...] = (batch_rows, self.input_width)
+        x_shape: tuple[int, ...] = (batch_rows, self.input_width if length is None else length)
         for block in self.blocks:
             specs.append(block.spec(x_shape, dtype))
             x_shape = specs[-1].output_shape
@@ -79,31 +96,30 @@ class Model:
         Returns
         -------
         tuple of dict
-            ``split[i]`` is what ``blocks[i].forward`` takes.
+            ``split[i]`` is what ``blocks[i].forward`` takes; a borrowed parameter is the owner's
+            array.
         """
         return tuple(
-            {name: params[f"{block.name}.{name}"] for name in block.param_names}
+            {name: params[full_name] for name, full_name in block.full_names.items()}
             for block in self.blocks
         )
 
-    def num_correct(self, saved: BlockSaved, targets: np.ndarray) -> int | None:
+    def num_correct(self, saved: BlockSaved, targets: object = None) -> int | None:
         """Count right answers of one microbatch.
 
         Parameters
         ----------
         saved : tuple of tuple of ndarray
             What the last block's forward saved.
-        targets : ndarray of shape (B,)
-            Class ids.
 
         Returns
         -------
         int or None
-            Rows whose most probable class is the target; None if the model has no classes.
+            Valid targets that got the largest score; None if the model has no classes.
         """
-        if not isinstance(self.loss_layer, SoftmaxCrossEntropy):
+        if isinstance(self.loss_layer, MeanSquaredError):
             return None
-        return self.loss_layer.num_correct(saved[-1][0], targets)
+        return int(saved[-1][-1])
 
 
 def build_mlp(

@@ -12,6 +12,7 @@ import math
 import numpy as np
 
 from mpisim.errors import MpisimError
+from mpisim.nn.kernels import Kernels, load_kernels
 from mpisim.nn.numerics import TILE_ELEMENTS, flat_view, squared_norm, tile_slices
 
 __all__ = [
@@ -37,6 +38,7 @@ def sgd_update(
     lr: float,
     momentum: float,
     weight_decay: float,
+    grad_scale: float = 1.0,
     scratch: np.ndarray | None = None,
 ) -> None:
     """Take one step of gradient descent with momentum, in place.
@@ -46,7 +48,7 @@ def sgd_update(
     param : ndarray, float32 or float64, C-contiguous
         Updated in place.
     grad : ndarray, same size and dtype
-        Gradient of the mean loss, after clipping. Not modified.
+        Gradient of the mean loss times anything that `grad_scale` takes away. Not modified.
     velocity : ndarray, same size and dtype, or None
         Updated in place; zeros before the first step. None only without momentum.
     lr : float
@@ -55,6 +57,8 @@ def sgd_update(
         Share of the velocity that stays; 0 means off.
     weight_decay : float
         L2 term added to the gradient; 0 means off.
+    grad_scale : float, default 1
+        Factor applied to the gradient first: clipping, and the inverse of the loss scale.
     scratch : ndarray of shape (s,), same dtype, optional
         Working space of any length >= 1, used up to one tile (16384 elements); without it that
         much is allocated.
@@ -77,13 +81,14 @@ def sgd_update(
         )
     flats, scratch = _checked(arrays, scratch)
     lr, momentum, weight_decay = float(lr), float(momentum), float(weight_decay)
+    grad_scale = float(grad_scale)
     for tile in tile_slices(param.size, scratch.size):
         p, addend = flats[0][tile], flats[1][tile]
         work = scratch[: p.size]
+        if grad_scale != 1.0:
+            addend = np.multiply(addend, grad_scale, out=work)
         if weight_decay:
-            np.multiply(p, weight_decay, out=work)
-            work += addend
-            addend = work
+            addend = np.add(addend, p * weight_decay, out=work)
         if velocity is not None:
             v = flats[2][tile]
             v *= momentum
@@ -105,7 +110,9 @@ def adamw_update(
     eps: float,
     weight_decay: float,
     step: int,
+    grad_scale: float = 1.0,
     scratch: np.ndarray | None = None,
+    kernels: Kernels | None = None,
 ) -> None:
     """Take one AdamW step in place.
 
@@ -114,7 +121,7 @@ def adamw_update(
     param : ndarray, float32 or float64, C-contiguous
         Updated in place.
     grad : ndarray, same size and dtype
-        Gradient of the mean loss, after clipping. Not modified.
+        Gradient of the mean loss times anything that `grad_scale` takes away. Not modified.
     m, v : ndarray, same size and dtype
         First and second moment; updated in place, zeros before the first step.
     lr : float
@@ -128,9 +135,13 @@ def adamw_update(
     step : int
         Number of committed steps including this one, so 1 at the first; a skipped step does not
         count (bias correction).
+    grad_scale : float, default 1
+        Factor applied to the gradient first: clipping, and the inverse of the loss scale.
     scratch : ndarray of shape (s,), same dtype, optional
         Working space of any length >= 1, used up to one tile (16384 elements); nothing else is
         allocated. Without it one tile is.
+    kernels : Kernels, optional
+        Who computes it; by default NumPy.
 
     Raises
     ------
@@ -156,23 +167,11 @@ def adamw_update(
     rate = float(lr) * root_correction / (1.0 - beta1**step)
     corrected_eps = float(eps) * root_correction
     shrink = 1.0 - float(lr) * float(weight_decay)
-    for tile in tile_slices(param.size, scratch.size):
-        p, g, m_tile, v_tile = (flat[tile] for flat in flats)
-        work = scratch[: p.size]
-        np.multiply(g, 1.0 - beta1, out=work)
-        m_tile *= beta1
-        m_tile += work
-        np.multiply(g, g, out=work)
-        work *= 1.0 - beta2
-        v_tile *= beta2
-        v_tile += work
-        np.sqrt(v_tile, out=work)
-        work += corrected_eps
-        np.divide(m_tile, work, out=work)
-        work *= rate
-        if shrink != 1.0:
-            p *= shrink
-        p -= work
+    p, g, m_flat, v_flat = flats
+    (kernels or load_kernels("numpy")).adamw_update(
+        p, g, m_flat, v_flat, rate=rate, beta1=beta1, beta2=beta2, eps=corrected_eps,
+        shrink=shrink, grad_scale=float(grad_scale), scratch=scratch,
+    )  # fmt: skip
 
 
 def learning_rate(

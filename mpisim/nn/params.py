@@ -43,14 +43,15 @@ def init_params(model: Model, seed: int, dtype: np.dtype | str) -> Arrays:
     seed : int
         The run's seed, >= 0.
     dtype : numpy.dtype or str
-        float32 or float64. Numbers are drawn in float64 and rounded once, so a float32 model
-        starts at the rounded weights of the float64 one.
+        float32, float64, float16 or bfloat16. Numbers are drawn in float64 and rounded, so a
+        float32 model starts at the rounded weights of the float64 one, and a 16-bit model at the
+        rounded weights of the float32 one, its master.
 
     Returns
     -------
     dict of str to ndarray
-        Keyed by full name, in registration order. Linear weights are normal with mean 0 and
-        variance 2 / in ("he") or 2 / (in + out) ("xavier"), embeddings standard normal, biases 0.
+        Keyed by full name, in registration order; each parameter once, by the block that owns it.
+        The layers' docstrings give the distributions.
     """
     params = {}
     for block in model.blocks:

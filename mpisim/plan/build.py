@@ -7,9 +7,15 @@ from dataclasses import dataclass, field
 
 from mpisim.layouts.specs import BlockSpec
 from mpisim.mesh import Mesh
-from mpisim.plan.ops import Forward, LoadBatch, Op, ReduceScalars
+from mpisim.plan.ops import Forward, LoadBatch, Op
 from mpisim.plan.partition import Bucket, make_buckets
-from mpisim.plan.passes import expand_blocks, frame_update, sync_gradients
+from mpisim.plan.passes import (
+    expand_blocks,
+    frame_update,
+    insert_recompute,
+    reduce_scalars,
+    sync_gradients,
+)
 from mpisim.plan.schedules import accumulate
 
 
@@ -21,6 +27,7 @@ class Plan:
     """``train`` or ``eval``."""
     mesh: Mesh
     dtype: str
+    """Dtype of gradients in messages."""
     algorithm: str
     rows: tuple[tuple[int, ...], ...]
     """Rows per rank and microbatch: the shape signature the plan was built for."""
@@ -29,6 +36,12 @@ class Plan:
     buckets: tuple[Bucket, ...]
     ranks: tuple[tuple[Op, ...], ...] = field(repr=False)
     """The ops, per rank, in order."""
+    lengths: tuple[tuple[int, ...], ...] = ()
+    """Tokens per row, per rank and microbatch; empty: every row has the model's full width."""
+
+    def length(self, rank: int, micro: int) -> int | None:
+        """Return the tokens per row of a microbatch; None: the model's full width."""
+        return self.lengths[rank][micro] if self.lengths else None
 
     @property
     def name(self) -> str:
@@ -36,11 +49,13 @@ class Plan:
         largest = max((max(rows, default=0) for rows in self.rows), default=0)
         even = all(count == largest for rows in self.rows for count in rows)
         suffix = "" if even else f"-of-{sum(map(sum, self.rows))}"
+        if self.lengths:
+            suffix += "-by-" + "-".join(",".join(map(str, counts)) for counts in self.lengths)
         return f"{self.kind}-{len(self.rows)}x{len(self.rows[0])}x{largest}{suffix}"
 
 
-BlockSpecs = Callable[[int], tuple[BlockSpec, ...]]
-"""Block specs as a function of the rows of a microbatch."""
+BlockSpecs = Callable[[int, int | None], tuple[BlockSpec, ...]]
+"""Block specs as a function of a microbatch's rows and tokens per row (None: full width)."""
 
 
 def build_train_plan(
@@ -53,6 +68,9 @@ def build_train_plan(
     bucket_bytes: int,
     overlap: bool,
     algorithm: str,
+    lengths: tuple[tuple[int, ...], ...] = (),
+    recompute: str = "none",
+    recompute_every: int = 1,
 ) -> Plan:
     """Return the plan of one optimizer step.
 
@@ -60,27 +78,45 @@ def build_train_plan(
     ----------
     mesh : Mesh
     specs : callable
-        Block specs for a number of rows.
+        Block specs for a number of rows and tokens per row.
     rows : tuple of tuple of int
         Rows per rank and microbatch; may be uneven, and zero.
     dtype : str
+        Of gradients in messages.
     itemsize : int
-        Bytes of one gradient element.
+        Bytes of one gradient element in a bucket.
     bucket_bytes : int
     overlap : bool
     algorithm : str
         All-reduce algorithm.
+    lengths : tuple of tuple of int, optional
+        Tokens per row, per rank and microbatch; by default the model's full width.
+    recompute : {"none", "selective", "full"}
+    recompute_every : int
+        See `passes.insert_recompute`.
     """
-    block_specs = specs(max(max(counts) for counts in rows))
+    block_specs = specs(max(max(counts) for counts in rows), None)
     blocks = tuple(block.name for block in block_specs)
     buckets = make_buckets(block_specs, itemsize, bucket_bytes)
     ranks = []
     for counts in rows:
         ops = accumulate(len(counts))
         ops = expand_blocks(ops, blocks)
+        ops = insert_recompute(ops, recomputable(block_specs), recompute, recompute_every)
         ops = sync_gradients(ops, buckets, overlap)
         ranks.append(tuple(frame_update(ops)))
-    return Plan("train", mesh, dtype, algorithm, rows, blocks, buckets, tuple(ranks))
+    return Plan("train", mesh, dtype, algorithm, rows, blocks, buckets, tuple(ranks), lengths)
+
+
+def recomputable(blocks: tuple[BlockSpec, ...]) -> tuple[str, ...]:
+    """Return the names of the blocks that keep activations, without the last.
+
+    An embedding keeps its token ids only, which are data; the last block's backward follows its
+    forward at once.
+    """
+    return tuple(
+        block.name for block in blocks[:-1] if block.saved_boundaries() or block.extra_saved_bytes
+    )
 
 
 def build_eval_plan(
@@ -92,13 +128,13 @@ def build_eval_plan(
     algorithm: str,
 ) -> Plan:
     """Return the plan of one held-out evaluation: forwards, then one sum over all ranks."""
-    blocks = tuple(block.name for block in specs(1))
+    blocks = tuple(block.name for block in specs(1, None))
     ranks = []
     for counts in rows:
         ops: list[Op] = []
         for micro in range(len(counts)):
             ops.append(LoadBatch(micro))
             ops += [Forward(block, micro) for block in blocks]
-        ops.append(ReduceScalars("eval", 3, "float64"))
+        ops.append(reduce_scalars("eval"))
         ranks.append(tuple(ops))
     return Plan("eval", mesh, dtype, algorithm, rows, blocks, (), tuple(ranks))

@@ -2,21 +2,18 @@
 
 `check_plan` walks the ops of all ranks together. Per rank it proves that every op finds what it
 needs, that every bucket is reduced once and complete, and that nothing is left at the end; across
-ranks it proves that collectives match and that nobody waits for ever. `predict_memory` walks one
-rank with byte counts; the ledger of a real run must show the same figures.
+ranks it proves that collectives match and that nobody waits for ever. `forecast.predict_memory`
+walks one rank with byte counts.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from mpisim.errors import DeadlockError, PlanError
-from mpisim.layouts.metrics import MEMORY_CATEGORIES, METRIC_NAMES
-from mpisim.layouts.specs import BlockSpec
-from mpisim.layouts.steps import all_reduce_table, buffered_count, gather_table, scratch_slots
-from mpisim.plan.build import BlockSpecs, Plan
+from mpisim.plan.build import Plan
 from mpisim.plan.ops import (
+    KEEPS,
     WAIT_AXIS,
     Backward,
     Forward,
@@ -24,6 +21,7 @@ from mpisim.plan.ops import (
     LoadBatch,
     Op,
     OptimizerStep,
+    Recompute,
     ReduceScalars,
     StartSync,
     WaitSync,
@@ -32,7 +30,7 @@ from mpisim.plan.text import op_text
 
 _CONTEXT_OPS = 3
 
-_SUMS = {"train": ("target_count", "loss"), "eval": ("eval",)}
+_SUMS = {"train": ("target_count", "loss", "non_finite"), "eval": ("eval",)}
 """Kinds of `ReduceScalars` that a plan of each kind has, once each."""
 
 
@@ -48,6 +46,10 @@ class _RankState:
     """Microbatches that were ever loaded."""
     outputs: set[tuple[str, int]] = field(default_factory=set)
     saved: set[tuple[str, int]] = field(default_factory=set)
+    kept: dict[tuple[str, int], str] = field(default_factory=dict)
+    """What forwards kept that must be completed by a replay."""
+    replayed: set[tuple[str, int]] = field(default_factory=set)
+    """Outputs of replays that the next replay of the segment reads."""
     grads_of: set[tuple[str, int]] = field(default_factory=set)
     forwards: set[tuple[str, int]] = field(default_factory=set)
     backwards: set[tuple[str, int]] = field(default_factory=set)
@@ -174,14 +176,25 @@ def _execute(state: _RankState) -> None:
         key = (op.block, op.micro)
         _require(state, key not in state.forwards, "a block must run forward once per microbatch")
         state.forwards.add(key)
-        if plan.kind == "train":
+        _require(state, op.keep in KEEPS, f"keep must be one of {', '.join(KEEPS)}")
+        if plan.kind == "train" and op.keep == "all":
             state.saved.add(key)
+        elif plan.kind == "train":
+            if op.keep == "nothing":
+                before = (plan.blocks[plan.blocks.index(op.block) - 1], op.micro)
+                found = op.block != first and state.kept.get(before) in ("input", "nothing")
+                _require(state, found, "a forward that keeps nothing must follow one that keeps its "
+                         "input")  # fmt: skip
+            state.kept[key] = op.keep
         elif op.block == last:
             state.loaded.discard(op.micro)
         if op.block != last:
             state.outputs.add(key)
+    elif isinstance(op, Recompute):
+        _replay(state, op)
     elif isinstance(op, Backward):
         key = (op.block, op.micro)
+        _require(state, key not in state.kept, "backward must follow the replay of its block")
         _require(state, key in state.saved, "backward must follow the forward of its block")
         if op.block == last:
             counted = "target_count" in state.sums
@@ -221,15 +234,38 @@ def _execute(state: _RankState) -> None:
             whole = all((last, micro) in state.forwards for micro in range(micros))
             _require(state, whole, f"the sum {op.kind} must follow the forwards of all {micros} "
                      f"microbatches")  # fmt: skip
+        if op.kind == "non_finite":
+            missing = [b.index for b in plan.buckets if b.index not in state.waited]
+            _require(state, not missing, f"the flag must follow WaitSync of buckets {missing}")
         state.sums.add(op.kind)
     elif isinstance(op, OptimizerStep):
         _require(state, plan.kind == "train", "an evaluation must not update the parameters")
         missing = [b.index for b in plan.buckets if b.index not in state.waited]
         _require(state, not missing, f"the update must follow WaitSync of buckets {missing}")
+        agreed = "non_finite" in state.sums
+        _require(state, agreed, "the update must follow ReduceScalars of kind non_finite")
         _require(state, not state.stepped, "a step must update once")
         state.stepped = True
     elif not isinstance(op, GatherMetrics):
         _fail(state, f"{type(op).__name__} must be replaced by a pass before the plan is checked")
+
+
+def _replay(state: _RankState, op: Recompute) -> None:
+    blocks, key = state.plan.blocks, (op.block, op.micro)
+    keep = state.kept.pop(key, None)
+    _require(state, keep is not None, "a replay must follow a forward that kept less than all")
+    state.saved.add(key)
+    if keep == "selective":
+        return
+    number = blocks.index(op.block)
+    if keep == "nothing":
+        before = (blocks[number - 1], op.micro)
+        _require(state, before in state.replayed, "a replay must follow the replay of the block "
+                 "before")  # fmt: skip
+        state.replayed.discard(before)
+    after = (blocks[number + 1], op.micro) if number + 1 < len(blocks) else None
+    if state.kept.get(after) == "nothing":
+        state.replayed.add(key)
 
 
 def _check_end(state: _RankState) -> None:
@@ -237,7 +273,8 @@ def _check_end(state: _RankState) -> None:
     left = {
         "loaded microbatches": state.loaded,
         "block outputs": state.outputs,
-        "saved activations": state.saved,
+        "saved activations": state.saved | state.kept.keys(),
+        "replayed outputs": state.replayed,
         "activation gradients": state.grads_of,
         "buckets in flight": set(state.started) - state.waited,
     }
@@ -279,153 +316,3 @@ def draw_place(plan: Plan, marks: dict[int, int]) -> str:
             mark = ">>" if index == position else "  "
             lines.append(f"  rank {rank} op {index:4d} {mark} {op_text(ops[index])}")
     return "\n".join(lines)
-
-
-@dataclass
-class MemoryForecast:
-    """Predicted bytes of one rank by category, as the ledger counts them."""
-
-    live: dict[str, int]
-    peak: dict[str, int]
-    peak_total: int
-    at_peak: dict[str, int]
-    peak_op: str
-    """The op during which the total peaks."""
-
-
-def predict_memory(
-    plan: Plan,
-    rank: int,
-    specs: BlockSpecs,
-    *,
-    itemsize: int,
-    optimizer_arrays: int,
-    scratch_bytes: int,
-    batch_row_bytes: int,
-    data_bytes: int,
-) -> MemoryForecast:
-    """Walk one rank's ops with byte counts.
-
-    Parameters
-    ----------
-    plan : Plan
-    rank : int
-    specs : callable
-        Block specs for a number of rows.
-    itemsize : int
-        Bytes of a parameter, gradient or optimizer value.
-    optimizer_arrays : int
-        State arrays per parameter: 2 for adamw, 1 for sgd with momentum, else 0.
-    scratch_bytes : int
-        The update's working space, category "temp".
-    batch_row_bytes : int
-        Bytes of one row of inputs and targets.
-    data_bytes : int
-        Bytes that the loaded data set keeps.
-
-    Returns
-    -------
-    MemoryForecast
-        `peak` holds each category at its own worst moment; `peak_total` the largest sum.
-    """
-    per_micro = [specs(rows) for rows in plan.rows[rank]]
-    num_params = sum(p.size for block in specs(1) for p in block.params)
-    live = dict.fromkeys(MEMORY_CATEGORIES, 0)
-    live["params"] = num_params * itemsize
-    live["grads"] = sum(bucket.count for bucket in plan.buckets) * itemsize
-    live["optimizer"] = num_params * itemsize * optimizer_arrays
-    live["comm_buffers"] = comm_buffer_bytes(plan, rank, itemsize)
-    live["data"] = data_bytes
-    live["temp"] = scratch_bytes
-    forecast = MemoryForecast(live, dict(live), sum(live.values()), dict(live), "start")
-    held: Counter[tuple] = Counter()
-    sizes: dict[tuple, int] = {}
-
-    def hold(category: str, key: tuple, nbytes: int) -> None:
-        held[key] += 1
-        if held[key] == 1:
-            sizes[key] = nbytes
-            live[category] += nbytes
-
-    def drop(category: str, key: tuple) -> None:
-        held[key] -= 1
-        if held[key] == 0:
-            live[category] -= sizes[key]
-
-    def note(op: Op) -> None:
-        for category, nbytes in live.items():
-            forecast.peak[category] = max(forecast.peak[category], nbytes)
-        if sum(live.values()) > forecast.peak_total:
-            forecast.peak_total, forecast.at_peak = sum(live.values()), dict(live)
-            forecast.peak_op = op_text(op)
-
-    def kept(block: BlockSpec, number: int, micro: int) -> list[tuple[tuple, int]]:
-        """List saved tensors: boundaries numbered over the model, and the block's own arrays."""
-        items = [
-            (("saved", number, boundary if boundary < len(block.layers) else 0, micro), nbytes)
-            if boundary < len(block.layers)
-            else (("saved", number + 1, 0, micro), nbytes)
-            for boundary in block.saved_boundaries()
-            if (nbytes := block.boundary_bytes(boundary)) and not (number == 0 and boundary == 0)
-        ]
-        if block.extra_saved_bytes:
-            items.append((("extra", number, micro), block.extra_saved_bytes))
-        return items
-
-    for op in plan.ranks[rank]:
-        if isinstance(op, LoadBatch):
-            nbytes = plan.rows[rank][op.micro] * batch_row_bytes
-            hold("data", ("batch", op.micro), nbytes)
-            note(op)
-        elif isinstance(op, Forward):
-            number = plan.blocks.index(op.block)
-            block = per_micro[op.micro][number]
-            is_last = number == len(plan.blocks) - 1
-            if plan.kind == "train":
-                for key, nbytes in kept(block, number, op.micro):
-                    hold("activations", key, nbytes)
-            if not is_last:
-                output = block.boundary_bytes(len(block.layers))
-                hold("activations", ("saved", number + 1, 0, op.micro), output)
-            note(op)
-            if number:
-                drop("activations", ("saved", number, 0, op.micro))
-            if is_last and plan.kind == "eval":
-                drop("data", ("batch", op.micro))
-        elif isinstance(op, Backward):
-            number = plan.blocks.index(op.block)
-            block = per_micro[op.micro][number]
-            if number:
-                hold("activations", ("grad", number, op.micro), block.boundary_bytes(0))
-            note(op)
-            for key, _ in kept(block, number, op.micro):
-                drop("activations", key)
-            if number < len(plan.blocks) - 1:
-                drop("activations", ("grad", number + 1, op.micro))
-            if number == 0:
-                drop("data", ("batch", op.micro))
-    return forecast
-
-
-def comm_buffer_bytes(plan: Plan, rank: int, itemsize: int) -> int:
-    """Return the bytes of scratch and control buffers that a rank's communicators hold."""
-    mesh = plan.mesh
-    index = mesh.coordinate(rank)["dp"]
-    scratch, copies = 0, 0
-    for bucket in plan.buckets:
-        table = all_reduce_table(bucket.count, mesh.dp, itemsize, plan.algorithm)
-        number, longest = scratch_slots(table, index)
-        scratch = max(scratch, number * longest * itemsize)
-        copies += buffered_count(table, index, itemsize) * itemsize
-    control, scalars = 0, 0
-    for kind_count in (1, 2, 3):
-        table = all_reduce_table(kind_count, mesh.size, 8, "auto")
-        number, longest = scratch_slots(table, rank)
-        control = max(control, number * longest * 8)
-        copies += buffered_count(table, rank, 8) * 8
-        scalars += kind_count * 8
-    gather = gather_table(len(METRIC_NAMES), mesh.size)
-    copies += buffered_count(gather, rank, 8) * 8
-    metrics = len(METRIC_NAMES) * 8
-    collected = gather.count * 8 if rank == 0 else 0
-    return scratch + copies + control + scalars + metrics + collected

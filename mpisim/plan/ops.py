@@ -40,11 +40,30 @@ class LoadBatch(Op):
     micro: int
 
 
+KEEPS = ("all", "selective", "input", "nothing")
+"""What a forward keeps for backward: all that backward needs; all but what layers can compute
+again from it; the block's input; nothing, because a block before it keeps its input."""
+
+
 @dataclass(frozen=True, slots=True)
 class Forward(Op):
-    """This op is read as: run one block forward and keep what its backward needs.
+    """This op is read as: run one block forward and keep what `keep` says.
 
     The last block holds the loss: its forward adds to the rank's loss sum.
+    """
+
+    block: str
+    micro: int
+    keep: str = "all"
+    """One of `KEEPS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute(Op):
+    """This op is read as: compute again what the block's forward did not keep, and compare.
+
+    After a forward that kept "selective" the interiors of its layers are computed again, after
+    "input" or "nothing" the whole block.
     """
 
     block: str
@@ -80,20 +99,32 @@ class WaitSync(Op):
 
 @dataclass(frozen=True, slots=True)
 class ReduceScalars(Op):
-    """This op is read as: sum a few numbers over all ranks and wait for the result.
+    """This op is read as: reduce a few numbers over all ranks and wait for the result.
 
-    Kinds: `target_count` (int64: valid targets of the update), `loss` (float64: sum of losses,
-    top-1 hits).
+    The kinds are those of `CONTROL_SUMS`.
     """
 
     kind: str
     count: int
     dtype: str
+    reduction: str = "sum"
+    """``sum`` or ``max``."""
+
+
+CONTROL_SUMS: dict[str, tuple[int, str, str]] = {
+    "target_count": (1, "int64", "sum"),
+    "loss": (2, "float64", "sum"),
+    "non_finite": (1, "int64", "max"),
+    "eval": (4, "float64", "sum"),
+}
+"""Kind -> elements, dtype, reduction: valid targets of the update; sum of losses and top-1 hits;
+whether some rank found a number that is not finite; sum of losses, top-1 hits, valid targets, and
+those that are bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep(Op):
-    """This op is read as: take the global norm, clip, and update all parameters."""
+    """This op is read as: commit the update, or skip it on all ranks; clear the gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +138,7 @@ class GatherMetrics(Op):
 OP_TYPES: dict[str, type[Op]] = {
     op.__name__: op
     for op in (
-        ForwardStage, BackwardStage, LoadBatch, Forward, Backward, StartSync, WaitSync,
+        ForwardStage, BackwardStage, LoadBatch, Forward, Recompute, Backward, StartSync, WaitSync,
         ReduceScalars, OptimizerStep, GatherMetrics,
     )
 }  # fmt: skip

@@ -13,7 +13,7 @@ class Bucket:
 
     index: int
     blocks: tuple[str, ...]
-    """Blocks whose gradients it holds, in backward order."""
+    """Blocks that add to it, in backward order; those that borrow a parameter of it, too."""
     params: tuple[ParamSpec, ...]
     """Their parameters, in the order they lie in the array."""
 
@@ -62,11 +62,14 @@ def make_buckets(
             filled = 0
         groups[-1].append(block)
         filled += nbytes
-    return tuple(
-        Bucket(
-            index,
-            tuple(block.name for block in group),
-            tuple(param for block in group for param in block.params),
+    buckets = []
+    for index, group in enumerate(groups):
+        params = tuple(param for block in group for param in block.params)
+        names = {param.name for param in params}
+        adding = tuple(
+            block.name
+            for block in reversed(blocks)
+            if block in group or names.intersection(block.borrows)
         )
-        for index, group in enumerate(groups)
-    )
+        buckets.append(Bucket(index, adding, params))
+    return tuple(buckets)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mpisim.layouts.metrics import METRIC_NAMES
 from mpisim.plan.ops import (
+    CONTROL_SUMS,
     Backward,
     BackwardStage,
     Forward,
@@ -17,6 +18,7 @@ from mpisim.plan.ops import (
     LoadBatch,
     Op,
     OptimizerStep,
+    Recompute,
     ReduceScalars,
     StartSync,
     WaitSync,
@@ -34,6 +36,58 @@ def expand_blocks(ops: Iterable[Op], blocks: Sequence[str]) -> Iterator[Op]:
             yield from (Backward(block, op.micro) for block in reversed(blocks))
         else:
             yield op
+
+
+def insert_recompute(
+    ops: Iterable[Op], blocks: Sequence[str], mode: str, every: int = 1
+) -> list[Op]:
+    """Let forwards keep less and compute it again right before it is needed.
+
+    Parameters
+    ----------
+    ops : iterable of Op
+        Expanded into blocks.
+    blocks : sequence of str
+        Blocks that may be recomputed, in forward order, without gaps. The last block of a model
+        is not among them: its backward follows its forward.
+    mode : {"none", "selective", "full"}
+        Keep all; all but the layers' interiors; only the input of every `every`-th block.
+    every : int, default 1
+        Blocks of one segment, >= 1 (full): they share the kept input of the first, and are
+        replayed together before the backward of the last.
+    """
+    if mode == "none":
+        return list(ops)
+    if mode == "selective":
+        segments = {block: (block,) for block in blocks}
+        keeps = dict.fromkeys(blocks, "selective")
+    else:
+        pieces = [tuple(blocks[at : at + every]) for at in range(0, len(blocks), every)]
+        segments = {piece[-1]: piece for piece in pieces}
+        keeps = {block: "nothing" for block in blocks} | {piece[0]: "input" for piece in pieces}
+    result: list[Op] = []
+    for op in ops:
+        if isinstance(op, Forward) and op.block in keeps:
+            op = Forward(op.block, op.micro, keeps[op.block])
+        elif isinstance(op, Backward):
+            result += [Recompute(block, op.micro) for block in segments.get(op.block, ())]
+        result.append(op)
+    return result
+
+
+def replay_ends(ops: Iterable[Op], blocks: Sequence[str]) -> set[tuple[str, int]]:
+    """Return (block, micro) of every replay whose output is compared with the first one.
+
+    These are the last blocks of their segments: the block after them keeps its input, so the
+    first output is there to be compared with. Their forward holds it until the replay.
+    """
+    keeps = {(op.block, op.micro): op.keep for op in ops if isinstance(op, Forward)}
+    after = dict(zip(blocks, blocks[1:], strict=False))
+    return {
+        (block, micro)
+        for (block, micro), keep in keeps.items()
+        if keep in ("input", "nothing") and keeps.get((after.get(block), micro)) != "nothing"
+    }
 
 
 def sync_gradients(ops: Iterable[Op], buckets: Sequence[Bucket], overlap: bool) -> list[Op]:
@@ -62,12 +116,18 @@ def sync_gradients(ops: Iterable[Op], buckets: Sequence[Bucket], overlap: bool) 
     return result
 
 
+def reduce_scalars(kind: str) -> ReduceScalars:
+    """Return the op of one control sum."""
+    return ReduceScalars(kind, *CONTROL_SUMS[kind])
+
+
 def frame_update(ops: Iterable[Op]) -> list[Op]:
     """Put the update around the gradients: the global target count before, the rest after."""
     return [
-        ReduceScalars("target_count", 1, "int64"),
+        reduce_scalars("target_count"),
         *ops,
-        ReduceScalars("loss", 2, "float64"),
+        reduce_scalars("loss"),
+        reduce_scalars("non_finite"),
         OptimizerStep(),
         GatherMetrics(len(METRIC_NAMES)),
     ]

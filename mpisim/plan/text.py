@@ -43,7 +43,7 @@ def plan_text(plan: Plan) -> str:
     ]
     lines += map(_bucket_text, plan.buckets)
     for rank, ops in enumerate(plan.ranks):
-        lines.append(_rank_text(rank, plan.rows[rank]))
+        lines.append(_rank_text(rank, plan.rows[rank], plan.lengths[rank] if plan.lengths else ()))
         lines += [f"  {op_text(op)}" for op in ops]
     return "\n".join(lines) + "\n"
 
@@ -61,6 +61,7 @@ def parse_plan(text: str) -> Plan:
     mesh = Mesh()
     buckets: list[Bucket] = []
     rows: list[tuple[int, ...]] = []
+    lengths: list[tuple[int, ...]] = []
     ranks: list[list[Op]] = []
     lines = text.splitlines()
     if not lines or lines[0] != _FIRST_LINE:
@@ -80,8 +81,10 @@ def parse_plan(text: str) -> Plan:
                 buckets.append(_parse_bucket(len(buckets), rest))
                 again = _bucket_text(buckets[-1])
             elif word == "rank":
-                rows.append(_ints(rest.partition("rows=")[2]))
-                again = _rank_text(len(ranks), rows[-1])
+                values = dict(pair.split("=") for pair in rest.split()[1:])
+                rows.append(_ints(values["rows"]))
+                lengths += [_ints(values["lengths"])] if "lengths" in values else []
+                again = _rank_text(len(ranks), rows[-1], lengths[-1] if lengths else ())
                 ranks.append([])
             elif word in _HEAD and word not in head:
                 head[word] = rest
@@ -106,7 +109,7 @@ def parse_plan(text: str) -> Plan:
         )
     return Plan(
         head["kind"], mesh, head["dtype"], head["algorithm"], tuple(rows),
-        tuple(head["blocks"].split()), tuple(buckets), tuple(map(tuple, ranks)),
+        tuple(head["blocks"].split()), tuple(buckets), tuple(map(tuple, ranks)), tuple(lengths),
     )  # fmt: skip
 
 
@@ -119,8 +122,9 @@ def _bucket_text(bucket: Bucket) -> str:
     return f"bucket {bucket.index} blocks={','.join(bucket.blocks)} {params}"
 
 
-def _rank_text(rank: int, rows: tuple[int, ...]) -> str:
-    return f"rank {rank} rows={','.join(map(str, rows))}"
+def _rank_text(rank: int, rows: tuple[int, ...], lengths: tuple[int, ...]) -> str:
+    text = f"rank {rank} rows={','.join(map(str, rows))}"
+    return text + (f" lengths={','.join(map(str, lengths))}" if lengths else "")
 
 
 def _ints(text: str) -> tuple[int, ...]:

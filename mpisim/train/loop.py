@@ -23,6 +23,7 @@ from mpisim.engine.step import Engine
 from mpisim.errors import ConfigError, MpisimError, PlanError
 from mpisim.launch import Job
 from mpisim.layouts.metrics import MEMORY_CATEGORIES, METRIC_NAMES, TRAFFIC_FIELDS
+from mpisim.nn.kernels import load_kernels
 from mpisim.plan.build import Plan
 from mpisim.trace.recorder import Recorder
 from mpisim.train.clock import clock_offset_s, host_name
@@ -77,9 +78,10 @@ def train_on(transport: Transport, setup: Setup, job: Job, overwrite: bool) -> E
     )
     state = EngineState(
         model=setup.model, mesh=setup.mesh, transport=transport, optimizer=config.optimizer,
-        buckets=setup.full_plan().buckets, seed=config.run.seed, dtype=config.model.dtype,
+        buckets=setup.full_plan().buckets, seed=config.run.seed, policy=setup.policy,
         algorithm=config.comm.algorithm, recorder=recorder, data_bytes=data.nbytes,
-        overlap=config.parallel.overlap,
+        overlap=config.parallel.overlap, loss_scale=setup.loss_scale(),
+        kernels=load_kernels(config.compute.kernels),
     )  # fmt: skip
     trainer = _Trainer(transport, setup, job, data, sampler, state, run_dir)
     try:
@@ -153,8 +155,9 @@ class _Trainer:
         indices = self.sampler.batch_indices(step, lo, hi)
         bounds = microbatch_bounds(0, hi - lo, self.config.train.num_microbatches)
         current = self.engine.train_step(
-            plan, step, lambda m: self.data.train_batch(indices[bounds[m] : bounds[m + 1]])
-        )
+            plan, step, lambda m: self.data.train_batch(indices[bounds[m] : bounds[m + 1]]),
+            self.data.count_targets("train", indices),
+        )  # fmt: skip
         self._count(plan)
         return current
 
@@ -175,13 +178,20 @@ class _Trainer:
                 f"the held-out loss must be finite; got a sum of {current.global_loss_sum} after "
                 f"step {step}. Lower optimizer.lr or set optimizer.clip_norm."
             )
+        loss = current.global_loss_sum / current.global_targets
         result = {
             "step": step,
-            "heldout_loss": current.global_loss_sum / current.global_targets,
-            "heldout_rows": current.global_targets,
+            "heldout_loss": loss,
+            "heldout_rows": len(indices),
+            "heldout_targets": current.global_targets,
         }
         if self.config.data.kind != "regression":
             result["heldout_top1"] = current.global_correct / current.global_targets
+            # Beyond that a float has no value for it; the loss says enough.
+            result["heldout_perplexity"] = math.exp(min(loss, 700.0))
+            if current.global_bytes:
+                nats_per_byte = current.global_loss_sum / current.global_bytes
+                result["heldout_bits_per_byte"] = nats_per_byte / math.log(2.0)
         self.evaluations.append(result)
         if self.is_root:
             self.metrics_file.write(json.dumps(result) + "\n")
@@ -208,7 +218,10 @@ class _Trainer:
             "loss": loss,
             "lr": current.lr,
             "grad_norm": current.grad_norm,
-            "rows": current.global_targets,
+            "rows": self.sampler.num_rows(current.step),
+            "targets": current.global_targets,
+            "loss_scale": current.loss_scale,
+            "skipped": current.skipped,
             "step_s": step_s,
             "tokens_per_s": current.global_targets / step_s,
             # Per figure: rank 0, then least, mean and largest over ranks.
@@ -249,6 +262,8 @@ class _Trainer:
             {
                 "status": "done",
                 "steps": self.config.train.steps,
+                "committed_steps": self.state.committed,
+                "skipped_steps": self.state.loss_scale.num_skipped,
                 "wall_s": ended_s - self.started_s,
                 "first_loss": self.first_loss,
                 "last_loss": self.last_loss,
@@ -293,7 +308,7 @@ class _Trainer:
                 "at_peak": ledger.at_peak,
             },
             "resident_peak_bytes": resident_peak_bytes(),
-            "params_sha256": digest(state.params),
+            "params_sha256": digest(state.master),
         }
 
     def _predicted_traffic(self, rank: int) -> dict[str, dict[str, int]]:

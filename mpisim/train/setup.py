@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,22 +10,44 @@ import numpy as np
 from mpisim.config.schema import RunConfig
 from mpisim.cost.price import Priced, price_rank
 from mpisim.data.sampler import microbatch_bounds, shard_rows
+from mpisim.data.tokenizer import VOCAB_SIZE
+from mpisim.engine.loss_scale import LossScale
 from mpisim.engine.state import UPDATE_SCRATCH, num_optimizer_arrays
 from mpisim.errors import ConfigError
 from mpisim.layouts.specs import BlockSpec
 from mpisim.mesh import build_mesh
+from mpisim.nn.decoder import build_decoder
 from mpisim.nn.models import Model, build_mlp
+from mpisim.nn.precision import loss_scale_kind, policy_of
 from mpisim.plan.build import Plan, build_eval_plan, build_train_plan
-from mpisim.plan.check import MemoryForecast, check_plan, predict_memory
+from mpisim.plan.check import check_plan
+from mpisim.plan.forecast import Itemsizes, MemoryForecast, predict_memory
 from mpisim.units import format_bytes
 
 EVAL_ROWS_PER_FORWARD = 1024
-"""Rows of one forward of an evaluation; more are cut into several."""
+"""Rows of one forward of an evaluation, at most; more are cut into several."""
+EVAL_TOKENS_PER_FORWARD = 4096
+"""Tokens of one forward of a decoder's evaluation, at most, if one row is not longer."""
 
 
 def build_model(config: RunConfig) -> Model:
     """Return the model that a config describes."""
     data, model = config.data, config.model
+    if model.kind == "decoder":
+        max_len = model.max_len or data.window
+        if data.window > max_len:
+            raise ConfigError(
+                f"data.window must be at most model.max_len; got {data.window} with "
+                f"{max_len}. Lower data.window, or set model.max_len = 0."
+            )
+        decoder = build_decoder(
+            vocab_size=model.vocab_size or VOCAB_SIZE, d_model=model.d_model,
+            num_blocks=model.num_blocks, num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads, d_ff=model.d_ff, tied=model.tied, max_len=max_len,
+            rope_theta=model.rope_theta, norm_eps=model.norm_eps, dropout=model.dropout,
+            loss_chunk_tokens=model.loss_chunk_tokens,
+        )  # fmt: skip
+        return replace(decoder, input_width=data.window)
     if data.kind == "regression":
         return build_mlp(
             input_kind="features", num_features=data.num_features, hidden=model.hidden,
@@ -37,9 +59,12 @@ def build_model(config: RunConfig) -> Model:
     )  # fmt: skip
 
 
-def batch_row_bytes(config: RunConfig) -> int:
-    """Return the bytes of one row of inputs and targets."""
+def batch_row_bytes(config: RunConfig, length: int | None = None) -> int:
+    """Return the bytes of one row of inputs and targets; `length` tokens long (decoder)."""
     data = config.data
+    if config.model.kind == "decoder":
+        arrays = 3 if data.layout == "packed" else 2
+        return arrays * 4 * (length or data.window)
     if data.kind == "regression":
         return (data.num_features + data.num_targets) * np.dtype(config.model.dtype).itemsize
     return data.window + 1
@@ -72,16 +97,40 @@ class Setup:
                 f"train.global_batch = {lower} or change the number of ranks."
             )
         self.model = build_model(config)
-        self.itemsize = np.dtype(config.model.dtype).itemsize
-        self._specs: dict[int, tuple[BlockSpec, ...]] = {}
+        self.policy = policy_of(config.model.dtype, config.precision)
+        self.loss_scale()
+        self._specs: dict[tuple[int, int | None], tuple[BlockSpec, ...]] = {}
         self._plans: dict[tuple, Plan] = {}
 
-    def specs(self, rows: int) -> tuple[BlockSpec, ...]:
-        """Return the block specs for a microbatch of `rows` rows."""
-        found = self._specs.get(rows)
+    def specs(self, rows: int, length: int | None = None) -> tuple[BlockSpec, ...]:
+        """Return the block specs for a microbatch of `rows` rows, `length` tokens long."""
+        found = self._specs.get((rows, length))
         if found is None:
-            found = self._specs[rows] = self.model.spec(rows, np.dtype(self.config.model.dtype))
+            found = self.model.spec(rows, self.policy.compute_dtype, length)
+            self._specs[rows, length] = found
         return found
+
+    def loss_scale(self) -> LossScale:
+        """Return a fresh loss scale as the config asks for."""
+        precision = self.config.precision
+        kind = loss_scale_kind(self.policy, precision)
+        if kind == "none":
+            return LossScale()
+        return LossScale(
+            kind=kind, value=precision.init_scale, growth_interval=precision.growth_interval,
+            growth_factor=precision.growth_factor, backoff_factor=precision.backoff_factor,
+            min_scale=precision.min_scale,
+        )  # fmt: skip
+
+    @property
+    def itemsizes(self) -> Itemsizes:
+        """Bytes of one value of each kind, for the memory forecast."""
+        policy = self.policy
+        return Itemsizes(
+            param=policy.param_dtype.itemsize, compute=policy.compute_dtype.itemsize,
+            reduce=policy.reduce_dtype.itemsize, wire=policy.wire_dtype.itemsize,
+            has_master=policy.has_master, has_wire_copy=policy.wire != policy.reduce,
+        )  # fmt: skip
 
     def signature(self, num_rows: int) -> tuple[tuple[int, ...], ...]:
         """Return the rows per rank and microbatch of an update of `num_rows` rows."""
@@ -100,9 +149,10 @@ class Setup:
             config = self.config
             plan = build_train_plan(
                 mesh=self.mesh, specs=self.specs, rows=self.signature(num_rows),
-                dtype=config.model.dtype, itemsize=self.itemsize,
+                dtype=self.policy.wire, itemsize=self.policy.reduce_dtype.itemsize,
                 bucket_bytes=config.parallel.bucket_bytes, overlap=config.parallel.overlap,
-                algorithm=config.comm.algorithm,
+                algorithm=config.comm.algorithm, recompute=config.memory.recompute,
+                recompute_every=config.memory.recompute_every,
             )  # fmt: skip
             check_plan(plan)
             self._plans[key] = plan
@@ -119,16 +169,21 @@ class Setup:
             rows = []
             for index in range(self.mesh.dp):
                 lo, hi = shard_rows(num_rows, self.mesh.dp, index)
-                micros = max(1, -(-(hi - lo) // EVAL_ROWS_PER_FORWARD))
+                micros = max(1, -(-(hi - lo) // self._rows_per_eval()))
                 bounds = microbatch_bounds(lo, hi, micros)
                 rows.append(tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False)))
             plan = build_eval_plan(
                 mesh=self.mesh, specs=self.specs, rows=tuple(rows),
-                dtype=self.config.model.dtype, algorithm=self.config.comm.algorithm,
+                dtype=self.policy.wire, algorithm=self.config.comm.algorithm,
             )  # fmt: skip
             check_plan(plan)
             self._plans[key] = plan
         return self._plans[key]
+
+    def _rows_per_eval(self) -> int:
+        if self.config.model.kind == "decoder":
+            return max(1, EVAL_TOKENS_PER_FORWARD // self.config.data.window)
+        return EVAL_ROWS_PER_FORWARD
 
     def forecast(self, plan: Plan, rank: int, data_bytes: int) -> MemoryForecast:
         """Return the predicted bytes of a rank while it runs `plan`."""
@@ -137,17 +192,16 @@ class Setup:
         if plan.kind == "eval":
             plan = _with_buckets(plan, buckets)
         return predict_memory(
-            plan, rank, self.specs, itemsize=self.itemsize,
+            plan, rank, self.specs, itemsizes=self.itemsizes,
             optimizer_arrays=num_optimizer_arrays(optimizer.kind, optimizer.momentum),
-            scratch_bytes=UPDATE_SCRATCH * self.itemsize,
-            batch_row_bytes=batch_row_bytes(self.config), data_bytes=data_bytes,
+            scratch_bytes=UPDATE_SCRATCH * self.policy.param_dtype.itemsize,
+            batch_bytes=lambda rows, length: rows * batch_row_bytes(self.config, length),
+            data_bytes=data_bytes,
         )  # fmt: skip
 
 
 def _with_buckets(plan: Plan, buckets: tuple) -> Plan:
     # Gradients and scratch stay allocated while a rank evaluates.
-    from dataclasses import replace
-
     return replace(plan, buckets=buckets)
 
 

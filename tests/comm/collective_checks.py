@@ -259,13 +259,18 @@ def check_replicas_are_equal(transport):
     rank = transport.rank
     for algorithm in FORCED:
         group = Communicator(transport, algorithm=algorithm)
-        for name in ("float32", "bfloat16", "float64"):
+        for name in ("float32", "bfloat16", "float16", "float64"):
             x = rounding(name, 501, rank)
             # Infinities and NaN must agree as well, down to the payload.
             with np.errstate(all="ignore"):
                 x[:4] = [np.inf, -np.inf if rank else np.inf, np.nan, 0.0]
                 if name == "float32":
                     x.view(np.uint32)[4] = 0x7FC00000 + rank
+                if x.itemsize == 2:
+                    x.view(np.uint16)[4:6] = [[0x7E00, 0xFE03], [0x7FC0, 0xFFC3]][
+                        name == "bfloat16"
+                    ]
+                    x.view(np.uint16)[4] += rank
                 group.all_reduce(x)
             texts = transport.exchange(bits(x).hex())
             assert len(set(texts)) == 1, (algorithm, name)
@@ -501,12 +506,12 @@ def check_pipelined(transport, counts=(17, 33, 100, 257, 1000), names=("float32"
     group.close()
 
 
-def check_real_pipelined_size(transport, count=700_001):
+def check_real_pipelined_size(transport, count=700_001, name="float32"):
     """A buffer above 2 MiB, with the sizes that ship: more than one segment, uneven."""
     rank, size = transport.rank, transport.size
-    table = all_reduce_table(count, size, 4, "auto")
+    inputs = [rounding(name, count, r) for r in range(size)]
+    table = all_reduce_table(count, size, inputs[0].itemsize, "auto")
     assert table.algorithm == "ring" and table.segments > 1
-    inputs = [rounding("float32", count, r) for r in range(size)]
     group = Communicator(transport)
     x = inputs[rank].copy()
     group.all_reduce(x)

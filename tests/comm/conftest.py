@@ -11,4 +11,4 @@ for folder in (Path(__file__).parent, Path(__file__).parents[1]):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-pytest.register_assert_rewrite("contract", "collective_checks")
+pytest.register_assert_rewrite("contract", "collective_checks", "reduction_checks")

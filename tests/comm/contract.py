@@ -280,27 +280,35 @@ def check_C068_longer_message(transport):
 
 def check_wrong_dtype_of_the_same_length(transport):
     """Another dtype on the same channel is named within moments; it is neither taken nor a hang."""
-    for length in (8, LONG):
+    for strange, expected, length in (
+        ("int32", "float32", 8),
+        ("int32", "float32", LONG),
+        ("uint16", "bfloat16", 8),
+        ("bfloat16", "float16", 8),
+        ("float16", "uint16", LONG),
+    ):
+        given, wanted = dtype_of(strange), dtype_of(expected)
         if transport.rank == 0:
-            stray = transport.prepare_send(np.arange(length, dtype=np.int32), 1, CHANNEL)
+            stray = transport.prepare_send((np.arange(length) % 100).astype(given), 1, CHANNEL)
             stray.start()
             hear(transport, 1)
-            send(transport, np.ones(length, np.float32), 1)
+            send(transport, np.ones(length, wanted), 1)
             wait(transport, stray)
         elif transport.rank == 1:
-            y = np.zeros(length, np.float32)
+            y = np.zeros(length, wanted)
             message = transport.prepare_recv(y, 0, CHANNEL)
             message.start()
             with pytest.raises(MessageMismatch) as caught:
                 wait(transport, message)
             text = str(caught.value)
             assert "from rank 0 to rank 1" in text
-            assert "must have dtype float32" in text and f"{4 * length} bytes of int32" in text
+            nbytes = given.itemsize * length
+            assert f"must have dtype {expected}" in text and f"{nbytes} bytes of {strange}" in text
             assert getattr(transport, "strict", False) or not y.any()
             tell(transport, 0)
             wait(transport, message)
             assert (y == 1.0).all()
-            assert recv(transport, np.zeros(length, np.int32), 0)[-1] == length - 1
+            assert recv(transport, np.zeros(length, given), 0)[-1] == (length - 1) % 100
 
 
 def check_wrong_dtype_behind_another_channel(transport):

@@ -186,7 +186,15 @@ def test_ranks_that_disagree_on_the_length_are_both_named(size, algorithm):
     assert "message from rank" in text and "Give both ranks the same shape" in text
 
 
-@pytest.mark.parametrize("pair", [("float32", "int32"), ("float16", "bfloat16")])
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("float32", "int32"),
+        ("float16", "bfloat16"),
+        ("uint16", "float16"),
+        ("bfloat16", "uint16"),
+    ],
+)
 def test_ranks_that_disagree_on_the_dtype_are_told_both(pair):
     def body(transport):
         group = Communicator(transport)

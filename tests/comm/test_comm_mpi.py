@@ -7,6 +7,7 @@ import functools
 import collective_checks
 import contract
 import pytest
+import reduction_checks
 from mpi_worker import RanksFailed, mpi_run
 
 pytestmark = pytest.mark.mpi
@@ -14,8 +15,10 @@ pytestmark = pytest.mark.mpi
 COLLECTIVES = [
     collective_checks.check_matrix,
     *collective_checks.BITS,
+    *reduction_checks.CHECKS,
     collective_checks.check_pipelined,
     collective_checks.check_real_pipelined_size,
+    reduction_checks.check_real_pipelined_halves,
     collective_checks.check_C058_reduce_scatter_of_large_chunks,
 ]
 SYNCHRONOUS = [
@@ -23,6 +26,7 @@ SYNCHRONOUS = [
     collective_checks.check_started_collectives,
     collective_checks.check_two_groups_at_once,
     collective_checks.check_scatter_and_gather,
+    reduction_checks.check_halves_hop_by_hop,
     collective_checks.check_C083_same_array_in_and_out,
 ]
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from mpisim.config.schema import RunConfig
+from mpisim.data.batch import Batch
+from mpisim.data.documents import DecoderData
 from mpisim.data.load import load_data
 from mpisim.data.synthetic import RegressionData
 from mpisim.data.text import TextData
@@ -28,7 +30,7 @@ def make_config(global_batch=4, **data):
 def all_rows(data):
     train = data.train_batch(np.arange(data.num_train))
     heldout = data.heldout_batch(np.arange(data.num_heldout))
-    return train, heldout
+    return train[:2], heldout[:2]
 
 
 def test_every_20th_row_is_held_out():
@@ -50,7 +52,7 @@ def test_fewer_than_20_rows_have_no_heldout_split(num_rows, num_heldout):
     data = make_rows(num_rows)
     assert (data.num_train, data.num_heldout) == (num_rows - num_heldout, num_heldout)
     assert data.baselines()["split"] == ("heldout" if num_heldout else "train")
-    x, targets = data.heldout_batch([])
+    x, targets = data.heldout_batch([])[:2]
     assert x.shape == (0, 3) and targets.shape == (0, 2)
 
 
@@ -69,7 +71,7 @@ def test_rows_out_of_range_are_refused():
     for bad in ([48], [-1]):
         with pytest.raises(IndexError, match=r"train rows must be in 0\.\.47"):
             data.train_batch(np.array(bad))
-    x, _ = data.train_batch(np.array([5]))
+    x, _ = data.train_batch(np.array([5]))[:2]
     x[:] = 0  # a copy
     assert data.train_batch(np.array([5]))[0].any()
 
@@ -138,3 +140,63 @@ def test_a_batch_larger_than_the_data_names_the_field_and_the_rows(tmp_path):
 def test_errors_of_the_text_reach_the_caller(tmp_path):
     with pytest.raises(ConfigError, match="data.path must name a readable file"):
         load_data(make_config(kind="text", path=str(tmp_path / "missing.txt")))
+
+
+def decoder_config(global_batch=2, vocab_size=0, **data):
+    return RunConfig.model_validate(
+        {
+            "data": data,
+            "model": {"kind": "decoder", "vocab_size": vocab_size},
+            "train": {"global_batch": global_batch},
+        }
+    )
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_a_decoder_gets_rows_of_documents(tmp_path, layout):
+    (tmp_path / "a.txt").write_bytes(b"hello\n\nthere\n")
+    data = load_data(
+        decoder_config(kind="text", path=str(tmp_path / "a.txt"), window=5, layout=layout)
+    )
+    assert isinstance(data, DecoderData)
+    assert (data.window, data.layout, data.vocab_size) == (5, layout, 266)
+    record = data.record()
+    assert (record["num_documents"], record["num_train_targets"]) == (2, 14)
+    data = load_data(decoder_config(kind="stdlib", window=32, layout=layout, max_bytes=50_000))
+    assert "standard library" in data.record()["name"]
+    np.save(tmp_path / "a.npy", np.arange(300))
+    config = decoder_config(vocab_size=300, kind="text", path=str(tmp_path / "a.npy"), window=5)
+    assert load_data(config).vocab_size == 300
+
+
+def test_a_decoder_refuses_what_has_no_tokens(tmp_path):
+    with pytest.raises(ConfigError, match='data.kind must be "stdlib" or "text" .* "regression"'):
+        load_data(decoder_config(kind="regression"))
+    (tmp_path / "a.txt").write_bytes(b"abcdef")
+    with pytest.raises(ConfigError, match="train.global_batch .* got 3 with 2 rows"):
+        load_data(decoder_config(3, kind="text", path=str(tmp_path / "a.txt"), window=4))
+
+
+def test_all_data_sets_count_their_targets(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"hello\n\nthere\n" * 5)
+    text = {"kind": "text", "path": str(tmp_path / "a.txt"), "window": 3}
+    for config, num_bytes in (
+        (make_config(kind="regression", num_rows=60), 0),
+        (make_config(**text), 3),
+        (decoder_config(**text), 7),
+    ):
+        data = load_data(config)
+        for split, call, indices in (
+            ("train", data.train_batch, np.arange(3)),
+            ("heldout", data.heldout_batch, np.arange(0)),
+        ):
+            batch = call(indices)
+            assert isinstance(batch, Batch)
+            assert data.count_targets(split, indices) == batch.num_targets
+        assert data.count_bytes("train", np.arange(3)) == num_bytes
+
+
+def test_noise_beyond_the_dtype_is_refused():
+    with pytest.raises(ConfigError, match=r"data.noise must keep every target finite in float32"):
+        make_rows(noise=1e38 * 10, dtype="float32")
+    assert np.isfinite(make_rows(noise=1e39, dtype="float64").train_batch([0]).targets).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 
@@ -219,3 +220,18 @@ def test_c085_ranks_make_the_same_number_of_steps_and_count_rows():
         sizes = [len(part) for part in shards(sampler, step, 2)]
         means.append((1.0 * sizes[0] + 3.0 * sizes[1]) / sum(sizes))
     assert means == [2, 2, 1]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 5])
+def test_c007_the_end_of_the_data_belongs_to_a_step_not_to_its_slices(num_microbatches):
+    """C007: 2 batches of 3 slices each are 2 updates; the faulty count is 1 + 3 = 4."""
+    sampler = Sampler(12, 6, seed=0)
+    updates, rows = 0, []
+    while sampler.epoch(updates) == 0:
+        indices = sampler.batch_indices(updates)
+        bounds = microbatch_bounds(0, len(indices), num_microbatches)
+        for lo, hi in itertools.pairwise(bounds):
+            rows += indices[lo:hi].tolist()
+        updates += 1
+    assert updates == sampler.steps_per_epoch == 2
+    assert sorted(rows) == list(range(12))

@@ -21,6 +21,7 @@ from mpisim.engine.state import EngineState
 from mpisim.engine.step import Engine
 from mpisim.mesh import Mesh
 from mpisim.nn.models import Model, build_mlp
+from mpisim.nn.precision import Policy
 from mpisim.plan.build import build_train_plan
 from mpisim.plan.check import check_plan
 from mpisim.trace.recorder import Recorder
@@ -102,7 +103,7 @@ class Outcome:
     norms: list[float] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
     grads: list[dict[str, np.ndarray]] = field(default_factory=list)
-    """Per step, after the update (so clipped, if it clips)."""
+    """Per committed step, before clipping."""
     states: list[EngineState] = field(default_factory=list)
 
     @property
@@ -153,7 +154,7 @@ def start_engine(
         plans.append(
             build_train_plan(
                 mesh=Mesh(dp=dp),
-                specs=lambda rows: model.spec(rows, dtype),
+                specs=lambda rows, length: model.spec(rows, dtype, length),
                 rows=tuple(tuple(len(x) for x, _ in micros) for micros in parts),
                 dtype=dtype.name,
                 itemsize=dtype.itemsize,
@@ -169,14 +170,16 @@ def start_engine(
         state = EngineState(
             model=model, mesh=Mesh(dp=dp), transport=transport,
             optimizer=optimizer or OptimizerSection(kind="sgd", lr=0.125, momentum=0.0),
-            buckets=plans[0].buckets, seed=seed, dtype=dtype.name, algorithm=algorithm,
-            recorder=Recorder(), overlap=overlap,
+            buckets=plans[0].buckets, seed=seed, policy=Policy(*[dtype.name] * 4),
+            algorithm=algorithm, recorder=Recorder(), overlap=overlap,
         )  # fmt: skip
         outcome.states[transport.rank] = state
         for name, values in (start or {}).items():
             state.params[name][...] = values
         prepare(state)
         engine = Engine(state, len(steps))
+        grads = []
+        state.observe_gradients = grads.append
         for number, (plan, parts) in enumerate(zip(plans, steps, strict=True)):
             mine = parts[transport.rank]
             done = engine.train_step(
@@ -186,7 +189,8 @@ def start_engine(
                 outcome.losses.append(done.global_loss_sum / done.global_targets)
                 outcome.norms.append(done.grad_norm)
                 outcome.targets.append(done.global_targets)
-                outcome.grads.append({name: g.copy() for name, g in state.grads.items()})
+                outcome.grads += grads
+            grads.clear()
 
     job = run_threads(body, dp, timeout_s=20.0, synchronous=synchronous)
     return job, outcome

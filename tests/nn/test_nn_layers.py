@@ -10,6 +10,7 @@ import pytest
 from mpisim.nn.layers import Activation, Embedding, LayerContext, Linear
 from mpisim.nn.losses import MeanSquaredError, SoftmaxCrossEntropy
 from mpisim.nn.numerics import TILE_ELEMENTS, flat_view, squared_norm, tile_slices
+from mpisim.nn.precision import dtype_of, is_floating
 from mpisim.reference.mlp import (
     gelu_backward,
     gelu_forward,
@@ -18,6 +19,7 @@ from mpisim.reference.mlp import (
 )
 
 DTYPES = ("float32", "float64")
+STORED = (*DTYPES, "bfloat16", "float16")
 NO_TARGETS = LayerContext()
 
 
@@ -26,7 +28,11 @@ def make_rng_for(local):
 
 
 def floats(shape, dtype, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype_of(dtype))
+
+
+def wide_of(dtype):
+    return np.dtype("f4") if dtype in ("bfloat16", "float16") else np.dtype(dtype)
 
 
 def case(name, rows, dtype):
@@ -65,25 +71,25 @@ def output_grad(name, y, dtype):
 
 
 def float_bytes(arrays):
-    return sum(array.nbytes for array in arrays if array.dtype.kind == "f")
+    return sum(array.nbytes for array in arrays if is_floating(array.dtype))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_shapes_and_names_equal_the_spec(name, dtype, rows):
     layer, x, ctx = case(name, rows, dtype)
-    params = layer.init(make_rng_for, np.dtype(dtype))
+    params = layer.init(make_rng_for, dtype_of(dtype))
     y, saved = layer.forward(params, x, ctx)
     dy = output_grad(name, y, dtype)
     _, kept = layer.backward_input(params, saved, dy, ctx)
-    spec = layer.spec(x.shape, np.dtype(dtype), "block.layer")
+    spec = layer.spec(x.shape, dtype_of(dtype), "block.layer")
 
     assert spec.output_shape == y.shape
     assert spec.output_bytes == y.nbytes
     assert spec.input_bytes == x.nbytes
     assert spec.saved_bytes == float_bytes(saved)
-    if x.dtype.kind == "f":
+    if is_floating(x.dtype):
         assert spec.saves_input == any(array is x for array in saved)
     assert spec.saves_output == any(array is y for array in saved)
     new = [array for array in kept if array is not dy and not any(array is s for s in saved)]
@@ -95,11 +101,11 @@ def test_bytes_shapes_and_names_equal_the_spec(name, dtype, rows):
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize("name", NAMES)
 def test_dtype_and_shape_are_kept_and_arguments_unchanged(name, dtype, rows):
     layer, x, ctx = case(name, rows, dtype)
-    params = layer.init(make_rng_for, np.dtype(dtype))
+    params = layer.init(make_rng_for, dtype_of(dtype))
     y, saved = layer.forward(params, x, ctx)
     dy = output_grad(name, y, dtype)
     given = [x, *params.values(), *saved]
@@ -108,20 +114,62 @@ def test_dtype_and_shape_are_kept_and_arguments_unchanged(name, dtype, rows):
     dx, grads = layer.backward(params, saved, dy, ctx)
     again, _ = layer.forward(params, x, ctx)
 
-    assert y.dtype == (np.float64 if name in LOSSES else np.dtype(dtype))
+    assert y.dtype == (np.float64 if name in LOSSES else dtype_of(dtype))
     assert np.array_equal(again, y)
     for array, copy in zip(given, copies, strict=True):
         assert np.array_equal(array, copy)
     if name in ("embedding", "linear_first"):
         assert dx is None
     else:
-        assert dx.shape == x.shape and dx.dtype == np.dtype(dtype)
+        assert dx.shape == x.shape and dx.dtype == dtype_of(dtype)
     assert {key: (grad.shape, grad.dtype) for key, grad in grads.items()} == {
-        key: (param.shape, np.dtype(dtype)) for key, param in params.items()
+        key: (param.shape, wide_of(dtype)) for key, param in params.items()
     }
     if rows == 0:
         assert all(not grad.any() for grad in grads.values())
         assert name not in LOSSES or float(y) == 0.0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_16_bit_storage_is_float32_arithmetic_rounded_once(name, dtype):
+    layer, x, ctx = case(name, 5, dtype)
+    params = layer.init(make_rng_for, dtype_of(dtype))
+    y, saved = layer.forward(params, x, ctx)
+    dy = output_grad(name, y, dtype)
+    dx, grads = layer.backward(params, saved, dy, ctx)
+
+    def wide(array):
+        return array.astype("f4") if is_floating(array.dtype) else array
+
+    wide_params = {key: wide(array) for key, array in params.items()}
+    wide_ctx = LayerContext(None if ctx.targets is None else wide(ctx.targets))
+    wide_y, _ = layer.forward(wide_params, wide(x), wide_ctx)
+    # The backward of the same saved values: rounding those is part of the storage.
+    wide_dy = dy if name in LOSSES else wide(dy)
+    wide_dx, wide_grads = layer.backward(wide_params, tuple(map(wide, saved)), wide_dy, wide_ctx)
+    assert np.array_equal(y, wide_y if name in LOSSES else wide_y.astype(y.dtype))
+    if dx is not None:
+        assert np.array_equal(dx, wide_dx.astype(dx.dtype))
+    for key, grad in grads.items():
+        assert np.array_equal(grad, wide_grads[key])
+
+
+def test_hits_are_counted_before_probabilities_are_rounded():
+    # In bfloat16 both probabilities of a row are 0.5.
+    logits = np.array([[0.0, 2**-9], [2**-9, 0.0]]).astype(dtype_of("bfloat16"))
+    _, saved = SoftmaxCrossEntropy(2).forward({}, logits, LayerContext(np.array([1, 1])))
+    assert saved[0].astype("f4").tolist() == [[0.5, 0.5], [0.5, 0.5]]
+    assert int(saved[1]) == 1
+
+
+def test_mean_squared_error_takes_float32_targets_beside_16_bit_predictions():
+    x = floats((3, 2), "bfloat16")
+    targets = floats((3, 2), "float32", seed=1)
+    loss, saved = MeanSquaredError().forward({}, x, LayerContext(targets))
+    assert saved[0].dtype == dtype_of("bfloat16")
+    expected = np.square(x.astype("f8") - targets.astype("f8")).sum()
+    assert math.isclose(float(loss), expected, rel_tol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,8 +20,8 @@ MODEL = build_mlp(
 SIZES = {"block0": 9, "block1": 8, "head": 3}
 
 
-def specs(rows: int):
-    return MODEL.spec(rows, np.dtype("float64"))
+def specs(rows: int, length: int | None = None):
+    return MODEL.spec(rows, np.dtype("float64"), length)
 
 
 def train_plan(

@@ -27,7 +27,8 @@ from mpisim.plan.text import op_text
 
 TARGETS = ReduceScalars("target_count", 1, "int64")
 LOSS = ReduceScalars("loss", 2, "float64")
-EVAL = ReduceScalars("eval", 3, "float64")
+FLAG = ReduceScalars("non_finite", 1, "int64", "max")
+EVAL = ReduceScalars("eval", 4, "float64")
 METRICS = GatherMetrics(len(METRIC_NAMES))
 
 

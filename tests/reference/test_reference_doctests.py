@@ -6,7 +6,19 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("module", ["mlp", "accumulation", "chunks", "data_parallel", "optimizers"])
+MODULES = [
+    "accumulation",
+    "chunks",
+    "data_parallel",
+    "decoder",
+    "mixed_precision",
+    "mlp",
+    "optimizers",
+    "recompute",
+]
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_examples_in_docstrings(module):
     result = doctest.testmod(importlib.import_module(f"mpisim.reference.{module}"))
     assert result.attempted > 0

@@ -1,0 +1,186 @@
+"""One logical update as a transaction: all of it happens on every rank, or nothing does.
+
+The handlers gather gradients of ``S * sum of losses / N`` with the loss scale S and the valid
+targets N of the whole update; here the flag is agreed on, the norm taken once, and the step
+committed or skipped. Whatever fails leaves parameters, moments, step count, schedule and scale as
+they were, and the gradients zero.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from mpisim.engine.state import EngineState
+from mpisim.errors import BatchError, MpisimError
+from mpisim.nn.numerics import squared_norm
+from mpisim.nn.optim import adamw_update, clip_coefficient, decay_applies, sgd_update
+
+
+def require_clean_gradients(state: EngineState) -> None:
+    """Refuse to start an update on gradients that are not zero.
+
+    Raises
+    ------
+    BatchError
+        Something wrote to them since the last update.
+    """
+    dirty = [name for name, grad in state.grads.items() if grad.any()]
+    if dirty:
+        raise BatchError(
+            f"gradients must be zero at the start of an update; got other values in "
+            f"{', '.join(dirty[:3])}. Call clear_gradients first."
+        )
+
+
+def clear_gradients(state: EngineState) -> None:
+    """Set all gradients to zero."""
+    for bucket in state.buckets:
+        bucket.fill(0)
+
+
+def check_gradients(state: EngineState) -> bool:
+    """Take the global norm of the true gradient; return whether this rank saw a bad number.
+
+    The gradients are already summed over the replicas and every parameter has one array, however
+    many blocks or ranks share it, so each is counted once.
+    """
+    step = state.step
+    total = sum(squared_norm(bucket) for bucket in state.buckets)
+    step.grad_norm = math.sqrt(total) / step.loss_scale if total >= 0 else math.nan
+    if not math.isfinite(total) and all(np.isfinite(bucket).all() for bucket in state.buckets):
+        # Finite float64 values whose squares overflow: take the norm at their own scale.
+        largest = max(float(np.max(np.abs(bucket), initial=0.0)) for bucket in state.buckets)
+        scaled = sum(squared_norm(bucket / largest) for bucket in state.buckets)
+        step.grad_norm = largest / step.loss_scale * math.sqrt(scaled)
+    return not (math.isfinite(step.grad_norm) and math.isfinite(step.global_loss_sum))
+
+
+def finish_update(state: EngineState) -> None:
+    """Commit the step or skip it, on every rank alike, and clear the gradients.
+
+    Raises
+    ------
+    MpisimError
+        The step cannot be committed and there is no dynamic loss scale to skip it with.
+    LossScaleError
+        The scale is at its floor.
+    """
+    step = state.step
+    if step.found_non_finite:
+        _refuse(state)
+        step.skipped = True
+    else:
+        _commit(state)
+        state.committed += 1
+        state.loss_scale.commit()
+    clear_gradients(state)
+
+
+def _refuse(state: EngineState) -> None:
+    step = state.step
+    if state.loss_scale.skips:
+        state.loss_scale.skip(step.step)
+        return
+    # Names the norm if that is what is not finite.
+    clip_coefficient(step.grad_norm, state.optimizer.clip_norm)
+    # A saturated softmax has finite gradients and an infinite loss.
+    raise MpisimError(
+        f"the loss must be finite; got a sum of {step.global_loss_sum} at step {step.step}. No "
+        f"update was made. Lower optimizer.lr."
+    )
+
+
+def _commit(state: EngineState) -> None:
+    step, settings = state.step, state.optimizer
+    coefficient = clip_coefficient(step.grad_norm, settings.clip_norm)
+    if state.observe_gradients is not None:
+        state.observe_gradients(true_gradients(state))
+    # Divided by the scale first: the true gradient is what was clipped.
+    scale = coefficient / step.loss_scale
+    backup = _backup(state) if _may_overflow(state) else None
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        for name, master in state.master.items():
+            _update_parameter(state, name, master, scale)
+    if backup is not None and not all(
+        np.isfinite(array).all() for array in _changed_arrays(state)
+    ):
+        for array, old in zip(_changed_arrays(state), backup, strict=True):
+            np.copyto(array, old)
+        raise MpisimError(
+            f"the update must be finite; got a number that is not at step {step.step}. No update "
+            f"was made. Set optimizer.eps above 0, or lower optimizer.lr."
+        )
+    if state.policy.has_master:
+        for name, master in state.master.items():
+            np.copyto(state.params[name], state.kernels.narrow(master, state.policy.compute_dtype))
+
+
+def _update_parameter(state: EngineState, name: str, master: np.ndarray, scale: float) -> None:
+    step, settings = state.step, state.optimizer
+    decay = settings.weight_decay if decay_applies(master.shape) else 0.0
+    moments, grad = state.moments[name], state.grads[name]
+    if grad.dtype != master.dtype:
+        grad = state.kernels.widen(grad)
+    if settings.kind == "adamw":
+        adamw_update(
+            master, grad, *moments, lr=step.lr, beta1=settings.beta1, beta2=settings.beta2,
+            eps=settings.eps, weight_decay=decay, step=step.update_number, grad_scale=scale,
+            scratch=state.update_scratch, kernels=state.kernels,
+        )  # fmt: skip
+    else:
+        sgd_update(
+            master, grad, moments[0] if moments else None, lr=step.lr,
+            momentum=settings.momentum, weight_decay=decay, grad_scale=scale,
+            scratch=state.update_scratch,
+        )  # fmt: skip
+
+
+def true_gradients(state: EngineState) -> dict[str, np.ndarray]:
+    """Return copies of the gradients of the mean loss by name: scale divided out, not clipped."""
+    factor = 1.0 / state.step.loss_scale
+    grads = {}
+    for name, grad in state.grads.items():
+        if grad.dtype != state.policy.param_dtype:
+            grad = state.kernels.widen(grad)
+        grads[name] = grad * factor
+    return grads
+
+
+def _may_overflow(state: EngineState) -> bool:
+    """Tell whether finite gradients could still give an update that is not finite.
+
+    Squares overflow above the root of the largest number, 0/0 needs eps = 0, and a rate this large
+    moves a weight out of range; with none of these every intermediate value is finite.
+    """
+    step, settings = state.step, state.optimizer
+    largest = float(np.finfo(state.policy.param_dtype).max)
+    return bool(
+        step.grad_norm > math.sqrt(largest) / 1e3
+        or step.lr * (1.0 + settings.weight_decay) > 1e6
+        or (settings.kind == "adamw" and settings.eps < 1e-30)
+    )
+
+
+def _changed_arrays(state: EngineState) -> list[np.ndarray]:
+    return [
+        *state.master.values(),
+        *(moment for moments in state.moments.values() for moment in moments),
+    ]
+
+
+def _backup(state: EngineState) -> list[np.ndarray]:
+    return [array.copy() for array in _changed_arrays(state)]
+
+
+def abandon_step(state: EngineState) -> None:
+    """Undo what a failed step left: activations, batches, partial gradients, stamps."""
+    state.recorder.op_stamps.clear()
+    clear_gradients(state)
+    state.ledger.release("activations")
+    step = state.step
+    if step is not None:
+        for batch in step.batches.values():
+            state.ledger.drop(*batch.arrays())
+    state.step = None
