@@ -354,6 +354,10 @@ def sample(run: Path, prompt: str, tokens: int, temperature: float, top_k: int, 
 
     Of a prompt that is longer than the model's context only the tail is seen.
     """
+    from mpisim.launch import limit_blas_threads
+
+    # Before NumPy: these products are too small to share, and so the bits are those of any machine.
+    limit_blas_threads()
     from mpisim.train.sample import readable
     from mpisim.train.sample import sample as write
 

@@ -43,6 +43,10 @@ class Convergence:
     heldout: list[tuple[int, float]] = field(default_factory=list)
     """(step, loss)."""
     baselines: dict[str, float] = field(default_factory=dict)
+    bits: tuple[float, float] | None = None
+    """Last held-out bits per byte, and those of the unigram model."""
+    skipped: list[int] = field(default_factory=list)
+    """Steps that no rank made."""
 
 
 def load(run_dir: Path) -> Convergence:
@@ -53,13 +57,20 @@ def load(run_dir: Path) -> Convergence:
         raise NoData("no step with a finite loss is logged.")
     regression = run.config.get("data", {}).get("kind") == "regression"
     known = (run.summary or {}).get("baselines", {})
+    decoder = run.config.get("model", {}).get("kind") == "decoder"
+    last = run.evaluations[-1] if run.evaluations else {}
+    bits = None
+    if "heldout_bits_per_byte" in last and "unigram_bits_per_byte" in known:
+        bits = (last["heldout_bits_per_byte"], known["unigram_bits_per_byte"])
     return Convergence(
         run_title(run, "Loss by step"),
-        "squared error" if regression else "nats per byte",
+        "squared error" if regression else f"nats per {'token' if decoder else 'byte'}",
         [row["step"] for row in rows],
         [row["loss"] for row in rows],
         [(row["step"], row["heldout_loss"]) for row in run.evaluations],
         {label: known[name] for name, label in BASELINES.items() if name in known},
+        bits,
+        [row["step"] for row in rows if row.get("skipped")],
     )
 
 
@@ -109,6 +120,12 @@ def draw(fig: Figure, data: Convergence) -> None:
             steps, losses, color=VERMILION, marker="o", markersize=6, linestyle=(0, (2, 2)),
             linewidth=1.2, label="held-out loss", clip_on=False, zorder=3,
         )  # fmt: skip
+    if data.skipped:
+        top = max(data.losses)
+        ax.plot(
+            data.skipped, [top] * len(data.skipped), color=VERMILION, marker="x", linestyle="none",
+            label="skipped step", zorder=4,
+        )  # fmt: skip
     shown = [*data.losses, *(loss for _, loss in data.heldout), *data.baselines.values()]
     logarithmic = min(shown) > 0 and max(shown) / min(shown) > 30
     if logarithmic:
@@ -154,6 +171,11 @@ def _outcome(data: Convergence) -> str:
         return text
     step, last = data.heldout[-1]
     text += f"; held out {last:.3f} after step {step}"
+    if data.bits is not None:
+        value, unigram = data.bits
+        side = "below" if value <= unigram else "above"
+        share = abs(1 - value / unigram)
+        return f"{text} = {value:.3f} bits per byte, {share:.1%} {side} the unigram model"
     for name in ("unigram entropy", "mean predictor"):
         if data.baselines.get(name):
             share = 1 - last / data.baselines[name]

@@ -9,13 +9,14 @@ import json
 import sys
 from pathlib import Path
 
-from mpisim.launch import Job, limit_blas_threads, run_as_rank
+from mpisim.launch import Job, keep_freed_memory, limit_blas_threads, run_as_rank
 
 
 def main() -> int:
     """Run one benchmark on this rank."""
     kind, arguments, out = sys.argv[1:4]
     limit_blas_threads()
+    keep_freed_memory()
 
     def work(job: Job) -> None:
         transport = job.connect()

@@ -57,7 +57,8 @@ def bench_step(
     BenchResult
         One row. `tokens_per_s` and `torch_tokens_per_s` of all ranks together, from median times
         of the slowest rank; `ratio` is ours over PyTorch's, the median of the rounds' ratios;
-        `profile` the seconds and the share per kind of work of one step of ours.
+        `profile` the seconds and the share per kind of work of one step of ours; `float32`, under
+        16-bit storage, our float32 step in the same rounds and the `cost` of ours beside it.
 
     Raises
     ------
@@ -142,8 +143,9 @@ def step_text(row: Mapping[str, Any], library: str) -> str:
     model = row["model"]
     tokens = row["ranks"] * model["rows"] * model["window"]
     kv = model["num_kv_heads"]
+    ranks = "1 rank" if row["ranks"] == 1 else f"{row['ranks']} ranks"
     lines = [
-        f"{library}; {row['ranks']} ranks of one thread; medians of {row['rounds']} rounds"
+        f"{library}; {ranks} of one thread; medians of {row['rounds']} rounds"
         + ("" if row["quiet"] else ", DISTURBED by other programs"),
         f"decoder: d_model {model['d_model']}, {model['num_blocks']} blocks, "
         f"{model['num_heads']} heads ({kv} of keys and values), feed-forward {model['d_ff']}, "
@@ -161,7 +163,7 @@ def step_text(row: Mapping[str, Any], library: str) -> str:
 
     line(f"mpisim {row['dtype']}, {row['kernels']} kernels", row["tokens_per_s"])
     if row["float32"] is not None:
-        line("mpisim float32", row["float32"]["tokens_per_s"], row["float32"]["ratio"])
+        line("mpisim float32", row["float32"]["tokens_per_s"])
     kind = "DDP" if row["ranks"] > 1 else "eager"
     for variant, found in row["torch_variants"].items():
         line(
@@ -169,7 +171,10 @@ def step_text(row: Mapping[str, Any], library: str) -> str:
             found["tokens_per_s"],
             found["ratio"],
         )
-    lines += ["", f"ratio {row['ratio']:.2f}: ours over PyTorch's faster variant", ""]
+    lines += ["", f"ratio {row['ratio']:.2f}: ours over PyTorch's faster variant"]
+    if row["float32"] is not None:
+        lines.append(f"{row['dtype']} takes {row['float32']['cost']:.2f}x the time of float32")
+    lines.append("")
     total = sum(part["seconds"] for part in row["profile"].values())
     lines.append(f"one step of ours by kind of work, timed apart ({total * 1e3:.1f} ms)")
     for kind, part in row["profile"].items():

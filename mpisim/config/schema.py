@@ -41,8 +41,10 @@ class DataSection(Section):
     """What is trained on."""
 
     kind: Literal["stdlib", "text", "regression"] = "stdlib"
-    """`stdlib`: the running Python's own standard library sources as bytes; `text`: the bytes of
-    the file `path`, or the tokens 0..255 of a .npy file; `regression`: seeded synthetic rows."""
+    """`stdlib`: the running Python's own standard library sources as bytes, a file a document;
+    `text`: the bytes of the file `path`, or the token ids of a .npy file (mlp: 0..255; decoder:
+    below model.vocab_size); `regression`: seeded synthetic rows. For the decoder blank lines end
+    the documents of a text."""
     path: str | None = None
     """File for kind `text`, required there and refused elsewhere."""
     window: Annotated[int, Field(ge=1, le=4096)] = 8
@@ -52,7 +54,7 @@ class DataSection(Section):
     """How documents become rows of the decoder. `packed`: one after the other, rows are full and a
     token sees only its own document; `padded`: a row holds one document or a piece of one."""
     max_bytes: NonNegativeInt = 0
-    """Use at most this many bytes of text; 0 means all."""
+    """Use at most this many bytes of text, or ids of a .npy file; 0 means all."""
     num_rows: PositiveInt = 4096
     """Rows to synthesize (kind regression)."""
     num_features: PositiveInt = 16

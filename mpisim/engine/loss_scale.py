@@ -11,6 +11,9 @@ from typing import Literal
 
 from mpisim.errors import LossScaleError
 
+MAX_SCALE = 2.0**127
+"""The scale does not grow past it: the largest power of two in float32."""
+
 
 @dataclass
 class LossScale:
@@ -41,8 +44,10 @@ class LossScale:
             return
         self.good_steps += 1
         if self.good_steps >= self.growth_interval:
-            self.value *= self.growth_factor
             self.good_steps = 0
+            # A scale beyond float32 would make every seed infinite.
+            if self.value * self.growth_factor <= MAX_SCALE:
+                self.value *= self.growth_factor
 
     def skip(self, step: int) -> None:
         """Count a skipped step and lower the scale.

@@ -117,19 +117,17 @@ class Attention(NoParams):
         """
         num_rows, length = x.shape[:2]
         require_length(length, self.max_len)
-        if ctx.starts is not None and (
-            ctx.starts.shape != x.shape[:2] or ctx.starts.dtype.kind not in "iu"
-        ):
-            raise BatchError(
-                f"document starts must be integers of shape {x.shape[:2]}; got "
-                f"{ctx.starts.dtype} {ctx.starts.shape}. Pass one column per token."
-            )
+        if ctx.starts is not None:
+            _check_starts(ctx.starts, x.shape[:2])
         heads, groups, size = self.num_heads, self.num_kv_heads, self.head_size
         x_NC = as_rows(ctx.wide(x))
         split = ctx.kernels.rotary_split(
             x_NC, *self._tables(x_NC.dtype), self._positions(ctx, length), num_rows, heads, groups,
             size**-0.5,
         )  # fmt: skip
+        if not num_rows:
+            # Without rows the kernel cannot tell how long they are.
+            split = [np.reshape(array, (0, array.shape[1], length, size)) for array in split]
         # Probabilities are computed from the rounded q and k, so that `restore` can repeat them.
         stored = tuple(ctx.narrow(array, x.dtype) for array in split)
         q, k, v = (ctx.wide(array) for array in stored)
@@ -145,17 +143,13 @@ class Attention(NoParams):
         """Return ``(dx, ())``; dx of shape (B, T, (H + 2 G) K) and dy's dtype."""
         q, k, v, probs = (ctx.wide(array) for array in saved)
         num_rows, heads, length, size = q.shape
-        groups = self.num_kv_heads
-        by_head = (num_rows, groups, heads // groups, length, length)
+        groups, shared = self.num_kv_heads, heads // self.num_kv_heads
         # The R heads of a group are one tall matrix: their sum over heads is part of the product.
-        tall, square = (num_rows, groups, -1, size), (num_rows, groups, -1, length)
-        if not probs.size:
-            return np.zeros((num_rows, length, self.in_features), dtype=dy.dtype), ()
+        tall = (num_rows, groups, shared * length, size)
+        square = (num_rows, groups, shared * length, length)
         dy_heads = self._heads_of(np.ascontiguousarray(ctx.wide(dy)))
-        dprobs = np.matmul(dy_heads, v[:, :, np.newaxis].swapaxes(-1, -2))
-        assert dprobs.shape == by_head
+        dprobs = np.matmul(dy_heads, v[:, :, np.newaxis].swapaxes(-1, -2)).reshape(probs.shape)
         dv = np.matmul(probs.reshape(square).swapaxes(-1, -2), dy_heads.reshape(tall))
-        dprobs = dprobs.reshape(probs.shape)
         ctx.kernels.causal_softmax_backward(probs, dprobs, ctx.starts)
         dscores = dprobs.reshape(square)
         dq = np.matmul(dscores, k).reshape(q.shape)
@@ -163,7 +157,8 @@ class Attention(NoParams):
         dx_NC = ctx.kernels.rotary_merge(
             dq, dk, dv, *self._tables(q.dtype), self._positions(ctx, length), size**-0.5
         )
-        return ctx.narrow(dx_NC, dy.dtype).reshape(num_rows, length, -1), ()
+        dx = ctx.narrow(dx_NC, dy.dtype).reshape(num_rows, length, self.in_features)
+        return dx, ()
 
     def trim(self, saved: Saved) -> Saved:
         """Return ``(q, k, v, diagonal of p)``."""
@@ -212,7 +207,7 @@ class Attention(NoParams):
     @staticmethod
     def _positions(ctx: LayerContext, length: int) -> np.ndarray | None:
         """Return each token's position in its document, shape (B * T,); None if it is t."""
-        if ctx.starts is None:
+        if ctx.starts is None or not ctx.starts.size:
             return None
         return (np.arange(length, dtype=np.int64) - ctx.starts).reshape(-1)
 
@@ -239,4 +234,20 @@ class Attention(NoParams):
             interior_bytes=num_scores * itemsize,
             check_bytes=num_tokens * self.num_heads * itemsize,
             interior_flops=product_flops + 5 * num_scores,
+        )
+
+
+def _check_starts(starts: np.ndarray, shape: tuple[int, ...]) -> None:
+    """Raise BatchError unless every start is a column up to its own position."""
+    if starts.shape != shape or starts.dtype.kind not in "iu":
+        raise BatchError(
+            f"document starts must be integers of shape {shape}; got {starts.dtype} "
+            f"{starts.shape}. Pass one column per token."
+        )
+    wrong = (starts < 0) | (starts > np.arange(shape[1]))
+    if wrong.any():
+        row, column = (int(index) for index in np.argwhere(wrong)[0])
+        raise BatchError(
+            f"a document's start must be a column in 0..{column} at column {column}; got "
+            f"{int(starts[row, column])} in row {row}. Check how rows are packed."
         )

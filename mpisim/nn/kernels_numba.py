@@ -6,6 +6,10 @@ Loaded only by `kernels.load_kernels`.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+from collections.abc import Iterator
+
 import numpy as np
 
 from mpisim.nn import numba_loops as loops
@@ -22,6 +26,7 @@ __all__ = [
     "gelu_backward",
     "name",
     "narrow",
+    "prepare",
     "rms_norm",
     "rms_norm_backward",
     "rotary_merge",
@@ -59,6 +64,54 @@ def _starts(starts_BT: np.ndarray | None) -> np.ndarray:
 
 def _positions(positions_N: np.ndarray | None, batch: int, time: int) -> np.ndarray:
     return _NOTHING_BT if positions_N is None else _ids(positions_N).reshape(batch, time)
+
+
+@contextlib.contextmanager
+def _one_process_at_a_time() -> Iterator[None]:
+    """Let the processes of this host take turns; goes on without, where files cannot be locked."""
+    with open(loops.__file__, "rb") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _call_all(dtype: np.dtype) -> None:
+    """Call every function once, on the least of arrays; `squared_norm` last."""
+    one, ids = np.ones((1, 1), dtype=dtype), np.zeros(1, dtype=np.int32)
+    pair, head = np.ones((1, 2), dtype=dtype), np.ones((1, 1, 1, 2), dtype=dtype)
+    _, rstd = rms_norm(one, one[0], 1.0)
+    rms_norm_backward(one, one, one[0], rstd)
+    rotary_split(np.ones((1, 6), dtype=dtype), one, one, None, 1, 1, 1, 1.0)
+    rotary_merge(head, head, head, one, one, None, 1.0)
+    causal_softmax(one.reshape(1, 1, 1, 1), None)
+    causal_softmax_backward(one.reshape(1, 1, 1, 1), np.ones((1, 1, 1, 1), dtype=dtype), None)
+    swiglu(pair)
+    swiglu_backward(one, pair)
+    gelu(one)
+    gelu_backward(one, one)
+    cross_entropy(pair, ids)
+    cross_entropy_backward(pair, ids, 1.0)
+    apply_dropout(one, np.zeros(1, dtype=np.uint64), 1, 1.0)
+    embedding_backward(ids, one, 1)
+    flats = [np.ones(1, dtype=dtype) for _ in range(4)]
+    adamw_update(*flats, rate=1.0, beta1=0.5, beta2=0.5, eps=1.0, shrink=1.0)
+    squared_norm(one)
+
+
+def prepare(*dtypes: np.dtype) -> None:
+    """Compile all functions for these dtypes, or load them from the disk."""
+    for dtype in map(np.dtype, dtypes):
+        if dtype.itemsize == 2:
+            narrow(widen(np.zeros(1, dtype=dtype)), dtype)
+            continue
+        # The last one on the disk means all are: then no process need wait for another.
+        stats = loops.squared_norm.stats
+        hits_before = sum(stats.cache_hits.values())
+        squared_norm(np.ones(1, dtype=dtype))
+        all_stored = sum(stats.cache_hits.values()) > hits_before
+        turns = _one_process_at_a_time() if stats.cache_path and not all_stored else None
+        with turns or contextlib.nullcontext():
+            _call_all(dtype)
 
 
 def rms_norm(x_ND: np.ndarray, weight_D: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
@@ -196,9 +249,7 @@ def gelu_backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
 def cross_entropy(logits_NV: np.ndarray, targets_N: np.ndarray) -> tuple[float, int]:
     """Turn logits into probabilities in place, return ``(loss_sum, num_correct)``."""
     assert logits_NV.flags.c_contiguous, logits_NV.strides
-    loss_sum, num_correct, legal = loops.cross_entropy(
-        logits_NV, _ids(targets_N)
-    )
+    loss_sum, num_correct, legal = loops.cross_entropy(logits_NV, _ids(targets_N))
     if not legal:
         raise IndexError(f"targets must be below {logits_NV.shape[1]}; got {targets_N.max()}.")
     return loss_sum, num_correct
@@ -210,9 +261,7 @@ def cross_entropy_backward(probs_NV: np.ndarray, targets_N: np.ndarray, seed: fl
     loops.cross_entropy_backward(probs_NV, _ids(targets_N), probs_NV.dtype.type(seed))
 
 
-def apply_dropout(
-    x: np.ndarray, words: np.ndarray, threshold: int, factor: float
-) -> np.ndarray:
+def apply_dropout(x: np.ndarray, words: np.ndarray, threshold: int, factor: float) -> np.ndarray:
     """Return the kept elements times `factor`, 0 for the others."""
     assert words.size == x.size, (words.shape, x.shape)
     y = np.empty(x.shape, dtype=x.dtype)
@@ -226,9 +275,7 @@ def embedding_backward(ids_N: np.ndarray, dy_ND: np.ndarray, vocab_size: int) ->
     """Return dweight_VD."""
     dweight_VD = np.empty((vocab_size, dy_ND.shape[1]), dtype=dy_ND.dtype)
     if not loops.embedding_backward(_ids(ids_N), _ready(dy_ND), dweight_VD):
-        raise IndexError(
-            f"ids must be in 0..{vocab_size - 1}; got {ids_N.min()}..{ids_N.max()}."
-        )
+        raise IndexError(f"ids must be in 0..{vocab_size - 1}; got {ids_N.min()}..{ids_N.max()}.")
     return dweight_VD
 
 

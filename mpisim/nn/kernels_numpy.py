@@ -28,6 +28,7 @@ __all__ = [
     "gelu_backward",
     "name",
     "narrow",
+    "prepare",
     "rms_norm",
     "rms_norm_backward",
     "rotary_merge",
@@ -45,6 +46,8 @@ _R = TypeVar("_R")
 
 _GELU_SCALE = math.sqrt(2.0 / math.pi)
 _GELU_CUBIC = 0.044715
+_ROW_TILE = 2 * TILE_ELEMENTS
+"""Elements of a tile of whole rows: reductions of short rows gain from fewer, longer calls."""
 _ROW_BLOCK = 32
 """Rows of attention weights handled together: they share the columns that none of them sees."""
 
@@ -64,8 +67,22 @@ def _quiet(kernel: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _row_tiles(num_rows: int, width: int) -> Iterator[slice]:
-    """Cut rows into tiles of at least one row and about TILE_ELEMENTS elements."""
-    return tile_slices(num_rows, max(1, TILE_ELEMENTS // max(1, width)))
+    """Cut rows into tiles of at least one row and about _ROW_TILE elements."""
+    return tile_slices(num_rows, max(1, _ROW_TILE // max(1, width)))
+
+
+def _tile_scratch(count: int, num_rows: int, width: int, dtype: np.dtype) -> list[np.ndarray]:
+    """Return arrays for the largest of `_row_tiles`.
+
+    Allocated once per call: a fresh array of this size in each tile is returned to the system and
+    its pages are faulted in again.
+    """
+    rows = min(num_rows, max(1, _ROW_TILE // max(1, width)))
+    return [np.empty((rows, width), dtype=dtype) for _ in range(count)]
+
+
+def prepare(*dtypes: np.dtype) -> None:
+    """Do nothing: NumPy's functions are compiled."""
 
 
 @_quiet
@@ -96,10 +113,12 @@ def rms_norm_backward(
     num_rows, width = x_ND.shape
     dx_ND = np.empty((num_rows, width), dtype=x_ND.dtype)
     dweight_D = np.zeros(width, dtype=x_ND.dtype)
+    units, works = _tile_scratch(2, num_rows, width, x_ND.dtype)
     for rows in _row_tiles(num_rows, width):
         dy, dx, rstd = dy_ND[rows], dx_ND[rows], rstd_N[rows, np.newaxis]
-        unit = x_ND[rows] * rstd
-        work = dy * unit
+        unit, work = units[: len(dx)], works[: len(dx)]
+        np.multiply(x_ND[rows], rstd, out=unit)
+        np.multiply(dy, unit, out=work)
         dweight_D += np.add.reduce(work, axis=0)
         work *= weight_D
         mean = np.add.reduce(work, axis=1, keepdims=True)
@@ -209,7 +228,7 @@ def _softmax_blocks(
         num_rows = rows.stop - rows.start
         if starts_BT is None:
             hidden = _later_keys(num_rows)
-            per_tile = max(1, TILE_ELEMENTS // (num_rows * rows.stop))
+            per_tile = max(1, _ROW_TILE // (num_rows * rows.stop))
             for matrices in tile_slices(batch * heads, per_tile):
                 yield matrices, rows, slice(0, rows.stop), hidden
             continue
@@ -263,22 +282,22 @@ def causal_softmax_backward(
         stack[matrices, rows, columns.stop :] = 0.0
 
 
-def _one_plus_exp_minus(x: np.ndarray) -> np.ndarray:
-    """Return ``1 + exp(-x)``, the reciprocal of sigmoid(x)."""
-    result = np.negative(x)
-    np.exp(result, out=result)
-    result += 1.0
-    return result
+def _one_plus_exp_minus(x: np.ndarray, out: np.ndarray) -> None:
+    """Write ``1 + exp(-x)``, the reciprocal of sigmoid(x), to `out`."""
+    np.negative(x, out=out)
+    np.exp(out, out=out)
+    out += 1.0
 
 
 @_quiet
 def swiglu(gate_up_N2F: np.ndarray) -> np.ndarray:
-    """Return z_NF; scratch: one tile."""
+    """Return z_NF; no scratch beside the result."""
     num_rows, hidden = gate_up_N2F.shape[0], gate_up_N2F.shape[1] // 2
     z_NF = np.empty((num_rows, hidden), dtype=gate_up_N2F.dtype)
     for rows in _row_tiles(num_rows, hidden):
         gate, up, z = gate_up_N2F[rows, :hidden], gate_up_N2F[rows, hidden:], z_NF[rows]
-        np.divide(gate, _one_plus_exp_minus(gate), out=z)
+        _one_plus_exp_minus(gate, z)
+        np.divide(gate, z, out=z)
         z *= up
     return z_NF
 
@@ -288,12 +307,14 @@ def swiglu_backward(dz_NF: np.ndarray, gate_up_N2F: np.ndarray) -> np.ndarray:
     """Return dgate_up_N2F; scratch: two tiles."""
     num_rows, hidden = dz_NF.shape
     dgate_up_N2F = np.empty((num_rows, 2 * hidden), dtype=dz_NF.dtype)
+    sigmoids, slopes = _tile_scratch(2, num_rows, hidden, dz_NF.dtype)
     for rows in _row_tiles(num_rows, hidden):
         gate, up, dz = gate_up_N2F[rows, :hidden], gate_up_N2F[rows, hidden:], dz_NF[rows]
         dgate, dup = dgate_up_N2F[rows, :hidden], dgate_up_N2F[rows, hidden:]
-        sigmoid = _one_plus_exp_minus(gate)
+        sigmoid, slope = sigmoids[: len(dz)], slopes[: len(dz)]
+        _one_plus_exp_minus(gate, sigmoid)
         np.divide(1.0, sigmoid, out=sigmoid)
-        slope = np.subtract(1.0, sigmoid)
+        np.subtract(1.0, sigmoid, out=slope)
         slope *= gate
         slope += 1.0
         sigmoid *= dz
@@ -332,11 +353,12 @@ def gelu_backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
     dx = np.empty(x.shape, dtype=x.dtype)
     x_flat, dy_flat = flat_view(np.ascontiguousarray(x)), flat_view(np.ascontiguousarray(dy))
     dx_flat = flat_view(dx)
+    halves, slopes = np.empty((2, min(x.size, TILE_ELEMENTS)), dtype=x.dtype)
     for tile in tile_slices(x_flat.size):
         x_tile, dx_tile = x_flat[tile], dx_flat[tile]
-        half = np.empty_like(x_tile)
+        half, slope = halves[: x_tile.size], slopes[: x_tile.size]
         _half_one_plus_tanh(x_tile, half)
-        slope = x_tile * x_tile
+        np.multiply(x_tile, x_tile, out=slope)
         slope *= 3 * _GELU_CUBIC
         slope += 1
         slope *= 2 * _GELU_SCALE

@@ -162,9 +162,7 @@ _SIGN_32, _SIGN_64 = np.int32(31), np.int64(63)
 def _ordered_overload(x):
     """Flip all bits but the sign of a negative number; done twice it gives the number back."""
     if x == types.float32:
-        return lambda x: np.int32(
-            _same_bits(x) ^ ((_same_bits(x) >> _SIGN_32) & _REST_32)
-        )
+        return lambda x: np.int32(_same_bits(x) ^ ((_same_bits(x) >> _SIGN_32) & _REST_32))
     if x == types.int32:
         return lambda x: _same_bits(np.int32(x ^ ((x >> _SIGN_32) & _REST_32)))
     if x == types.float64:
@@ -428,9 +426,7 @@ def embedding_backward(ids_N, dy_ND, dweight_VD):
 
 
 @_jit(_PLAIN)
-def adamw_update(
-    param, grad, m, v, rate, beta1, beta2, rest1, rest2, eps, shrink, grad_scale
-):
+def adamw_update(param, grad, m, v, rate, beta1, beta2, rest1, rest2, eps, shrink, grad_scale):
     """Update flat arrays; no operation is fused, so the bits are those of the NumPy set."""
     for i in range(param.size):
         g = grad[i] * grad_scale
@@ -452,13 +448,14 @@ def squared_norm(x):
 
 
 _u4 = np.uint32
+# Each result is cut back to 32 bits: Numba makes 64 of them, which halves the lanes of a vector.
 
 
 @_jit(_PLAIN)
 def widen_bfloat16(x, y):
     """Write the float32 bits of flat bfloat16 bits."""
     for i in range(x.size):
-        y[i] = _u4(x[i]) << _u4(16)
+        y[i] = _u4(_u4(x[i]) << _u4(16))
 
 
 @_jit(_PLAIN)
@@ -466,10 +463,10 @@ def narrow_bfloat16(x, y):
     """Write the bfloat16 bits of flat float32 bits; nan becomes the quiet nan of its sign."""
     for i in range(x.size):
         bits = x[i]
-        odd = (bits >> _u4(16)) & _u4(1)
-        rounded = (bits + _u4(0x7FFF) + odd) >> _u4(16)
-        quiet = ((bits >> _u4(16)) & _u4(0x8000)) | _u4(0x7FC0)
-        is_nan = (bits & _u4(0x7FFFFFFF)) > _u4(0x7F800000)
+        upper = _u4(bits >> _u4(16))
+        rounded = _u4(_u4(bits + _u4(0x7FFF) + (upper & _u4(1))) >> _u4(16))
+        quiet = _u4((upper & _u4(0x8000)) | _u4(0x7FC0))
+        is_nan = _u4(bits & _u4(0x7FFFFFFF)) > _u4(0x7F800000)
         y[i] = np.uint16(quiet if is_nan else rounded)
 
 
@@ -478,13 +475,14 @@ def widen_float16(x, y):
     """Write the float32 bits of flat float16 bits."""
     for i in range(x.size):
         bits = _u4(x[i])
-        size = bits & _u4(0x7FFF)
+        size = _u4(bits & _u4(0x7FFF))
         # The exponent's bias is 127 instead of 15; inf and nan go from 31 to 255.
-        wide = (size << _u4(13)) + _u4(112 << 23)
-        wide = wide + _u4(112 << 23) if size >= _u4(0x7C00) else wide
+        normal = _u4((size << _u4(13)) + _u4(112 << 23))
+        special = _u4(normal + _u4(112 << 23))
+        wide = special if size >= _u4(0x7C00) else normal
         tiny = _u4(_same_bits(np.float32(np.int32(size)) * np.float32(2.0**-24)))
         wide = tiny if size < _u4(0x0400) else wide
-        y[i] = wide | ((bits & _u4(0x8000)) << _u4(16))
+        y[i] = _u4(wide | _u4((bits & _u4(0x8000)) << _u4(16)))
 
 
 @_jit(_PLAIN)
@@ -493,13 +491,13 @@ def narrow_float16(x, y):
     for i in range(x.size):
         bits = x[i]
         size = _u4(bits & _u4(0x7FFFFFFF))
-        odd = (size >> _u4(13)) & _u4(1)
-        normal = (size - _u4(112 << 23) + _u4(0xFFF) + odd) >> _u4(13)
+        odd = _u4((size >> _u4(13)) & _u4(1))
+        normal = _u4(_u4(size - _u4(112 << 23) + _u4(0xFFF) + odd) >> _u4(13))
         # 0.5 has steps of 2^-24, those of float16's subnormals: the sum rounds to them.
-        tiny = _u4(_same_bits(_same_bits(size) + np.float32(0.5)))
-        half = tiny - _u4(0x3F000000) if size < _u4(0x38800000) else normal
+        tiny = _u4(_u4(_same_bits(_same_bits(size) + np.float32(0.5))) - _u4(0x3F000000))
+        half = tiny if size < _u4(0x38800000) else normal
         half = _u4(0x7C00) if size >= _u4(0x47800000) else half
         # As NumPy does: a nan keeps its upper bits, and does not become inf if those are 0.
-        payload = max((size >> _u4(13)) & _u4(0x03FF), _u4(1))
-        half = _u4(0x7C00) | payload if size > _u4(0x7F800000) else half
-        y[i] = np.uint16(half | ((bits >> _u4(16)) & _u4(0x8000)))
+        payload = _u4(max(_u4((size >> _u4(13)) & _u4(0x03FF)), _u4(1)))
+        half = _u4(_u4(0x7C00) | payload) if size > _u4(0x7F800000) else half
+        y[i] = np.uint16(half | _u4((bits >> _u4(16)) & _u4(0x8000)))

@@ -250,7 +250,7 @@ class Projection(PlainBackward):
         y_NC = np.empty((len(x_ND), self.out_features), dtype=x_ND.dtype)
         for name, columns in self._columns():
             np.matmul(x_ND, ctx.wide(params[name]), out=y_NC[:, columns])
-        return ctx.narrow(y_NC, x.dtype).reshape(*x.shape[:-1], -1), (x,)
+        return ctx.narrow(y_NC, x.dtype).reshape(*x.shape[:-1], self.out_features), (x,)
 
     def backward_input(
         self, params: Arrays, saved: Saved, dy: np.ndarray, ctx: LayerContext
@@ -308,7 +308,7 @@ class SwiGLU(NoParams):
     def forward(self, params: Arrays, x: np.ndarray, ctx: LayerContext) -> tuple[np.ndarray, Saved]:
         """Return ``(z, (x,))``; z of shape (B, T, F) and x's dtype."""
         z_NF = ctx.kernels.swiglu(as_rows(ctx.wide(x)))
-        return ctx.narrow(z_NF, x.dtype).reshape(*x.shape[:-1], -1), (x,)
+        return ctx.narrow(z_NF, x.dtype).reshape(*x.shape[:-1], x.shape[-1] // 2), (x,)
 
     def backward_input(
         self, params: Arrays, saved: Saved, dy: np.ndarray, ctx: LayerContext

@@ -86,6 +86,11 @@ def check_plan(plan: Plan) -> None:
                 f"plan must have {what} for every rank of the mesh; got {number} for "
                 f"{plan.mesh.size}. Build it with plan.build."
             )
+    if plan.lengths and [*map(len, plan.lengths)] != [*map(len, plan.rows)]:
+        raise PlanError(
+            f"plan must have lengths for every microbatch of every rank, or none; got "
+            f"{plan.lengths} for rows {plan.rows}. Build it with plan.build."
+        )
     if plan.kind not in _SUMS:
         raise PlanError(
             f"plan kind must be {' or '.join(_SUMS)}; got {plan.kind!r}. Build it with plan.build."
@@ -177,6 +182,8 @@ def _execute(state: _RankState) -> None:
         _require(state, key not in state.forwards, "a block must run forward once per microbatch")
         state.forwards.add(key)
         _require(state, op.keep in KEEPS, f"keep must be one of {', '.join(KEEPS)}")
+        kept_loss = op.block != last or op.keep in ("all", "selective")
+        _require(state, kept_loss, "the last block must keep all: its output is the loss")
         if plan.kind == "train" and op.keep == "all":
             state.saved.add(key)
         elif plan.kind == "train":

@@ -43,7 +43,8 @@ def plan_text(plan: Plan) -> str:
     ]
     lines += map(_bucket_text, plan.buckets)
     for rank, ops in enumerate(plan.ranks):
-        lines.append(_rank_text(rank, plan.rows[rank], plan.lengths[rank] if plan.lengths else ()))
+        lengths = plan.lengths[rank] if plan.lengths else None
+        lines.append(_rank_text(rank, plan.rows[rank], lengths))
         lines += [f"  {op_text(op)}" for op in ops]
     return "\n".join(lines) + "\n"
 
@@ -83,8 +84,9 @@ def parse_plan(text: str) -> Plan:
             elif word == "rank":
                 values = dict(pair.split("=") for pair in rest.split()[1:])
                 rows.append(_ints(values["rows"]))
-                lengths += [_ints(values["lengths"])] if "lengths" in values else []
-                again = _rank_text(len(ranks), rows[-1], lengths[-1] if lengths else ())
+                given = _ints(values["lengths"]) if "lengths" in values else None
+                lengths += [] if given is None else [given]
+                again = _rank_text(len(ranks), rows[-1], given)
                 ranks.append([])
             elif word in _HEAD and word not in head:
                 head[word] = rest
@@ -122,9 +124,9 @@ def _bucket_text(bucket: Bucket) -> str:
     return f"bucket {bucket.index} blocks={','.join(bucket.blocks)} {params}"
 
 
-def _rank_text(rank: int, rows: tuple[int, ...], lengths: tuple[int, ...]) -> str:
+def _rank_text(rank: int, rows: tuple[int, ...], lengths: tuple[int, ...] | None) -> str:
     text = f"rank {rank} rows={','.join(map(str, rows))}"
-    return text + (f" lengths={','.join(map(str, lengths))}" if lengths else "")
+    return text + ("" if lengths is None else f" lengths={','.join(map(str, lengths))}")
 
 
 def _ints(text: str) -> tuple[int, ...]:

@@ -548,7 +548,7 @@ class MixedPrecisionState:
     optimizer: AdamWState
     """Moments; its `step` counts committed updates, and the learning rate follows that count."""
     loss_scale: LossScale | None
-    """None: no scale (bfloat16); steps that are not finite are skipped all the same."""
+    """None: no scale (bfloat16), so a step that is not finite cannot be skipped: it is an error."""
     skipped: int = 0
     """Steps that were skipped, >= 0."""
 
@@ -636,7 +636,8 @@ def apply_scaled_gradients(
     ConfigError
         Names, shapes, dtypes or numbers do not fit.
     LossScaleError
-        The step must be skipped and the scale is at its floor; the old state is still whole.
+        Gradients are not finite and the scale is at its floor, or there is none: trying again
+        could not help. The old state is still whole.
     """
     for name, gradient in scaled_gradients.items():
         _require_float32(f"scaled_gradients[{name!r}]", gradient)
@@ -649,6 +650,11 @@ def apply_scaled_gradients(
     loss_scale = state.loss_scale
     if loss_scale is not None:
         loss_scale = update_loss_scale(loss_scale, skip)
+    elif skip:
+        raise LossScaleError(
+            f"gradients must be finite without a loss scale; got a global norm of {norm}. Look for "
+            f"NaN in the data, lower the learning rate, or start with a LossScale."
+        )
     report = StepReport(committed=not skip, learning_rate=rate, scale=scale, grad_norm=norm)
     if skip:
         return replace(state, loss_scale=loss_scale, skipped=state.skipped + 1), report

@@ -44,7 +44,7 @@ CURVE_ROWS = 10
 
 # Of run.json: what is compared elsewhere, or differs between any two runs.
 _NO_MACHINE = frozenset(
-    ("version", "name", "seed", "config", "data", "ranks", "mesh", "hosts", "started", "ended")
+    ("version", "name", "seed", "config", "data", "ranks", "mesh", "started", "ended")
 )
 
 

@@ -100,7 +100,7 @@ def _throughput(run: Run) -> list[Row]:
     steady, left_out = run.steady_steps()
     if not steady:
         return []
-    tokens, time_s = sum(row["rows"] for row in steady), sum(row["step_s"] for row in steady)
+    tokens, time_s = sum(_targets(row) for row in steady), sum(row["step_s"] for row in steady)
     return [
         {
             "section": "throughput",
@@ -111,6 +111,11 @@ def _throughput(run: Run) -> list[Row]:
             "tokens_per_s": tokens / time_s if time_s > 0 else None,
         }
     ]
+
+
+def _targets(row: Row) -> int:
+    """Return what a step predicted; a run of an earlier version logs rows of one target each."""
+    return row.get("targets", row["rows"])
 
 
 def _latency(run: Run) -> list[Row]:
@@ -173,16 +178,23 @@ def _baselines(run: Run) -> list[Row]:
 def _heldout(run: Run) -> list[Row]:
     summary = run.summary or {}
     name = summary.get("primary_baseline")
-    baseline = summary.get("baselines", {}).get(name)
+    baselines = summary.get("baselines", {})
+    baseline, byte_baseline = baselines.get(name), baselines.get("unigram_bits_per_byte")
     return [
         {
             "section": "heldout",
             "step": row["step"],
             "rows": row.get("heldout_rows"),
+            "targets": row.get("heldout_targets", row.get("heldout_rows")),
             "loss": row["heldout_loss"],
+            "bits_per_byte": row.get("heldout_bits_per_byte"),
+            "perplexity": row.get("heldout_perplexity"),
             "top1": row.get("heldout_top1"),
             "baseline": name,
             "below_baseline": 1 - row["heldout_loss"] / baseline if baseline else None,
+            "below_byte_baseline": 1 - row["heldout_bits_per_byte"] / byte_baseline
+            if byte_baseline and "heldout_bits_per_byte" in row
+            else None,
         }
         for row in run.evaluations
     ]

@@ -137,17 +137,26 @@ def _losses(run: Row, sections: dict[str, list[Row]]) -> list[str]:
     if heldout:
         lines.append("held out")
         name = heldout[0]["baseline"]
-        columns = [("step", ">"), ("rows", ">"), ("loss", ">")]
+        columns = [("step", ">"), ("rows", ">"), ("targets", ">"), ("loss", ">")]
+        has_bytes = any(row["below_byte_baseline"] is not None for row in heldout)
+        columns += [("bits/byte", ">"), ("perplexity", ">")] * has_bytes
         has_top1 = any(row["top1"] is not None for row in heldout)
         columns += [("top-1", ">")] * has_top1 + [(f"below {name}", ">")] * (name is not None)
+        columns += [("below unigram_bits_per_byte", ">")] * has_bytes
         table = []
         for row in heldout:
-            cells = [str(row["step"]), f"{row['rows']:,}", _number(row["loss"])]
+            cells = [
+                str(row["step"]), f"{row['rows']:,}", f"{row['targets']:,}", _number(row["loss"]),
+            ]  # fmt: skip
+            if has_bytes:
+                cells += [_number(row["bits_per_byte"]), f"{row['perplexity']:,.2f}"]
             if has_top1:
                 cells.append("-" if row["top1"] is None else f"{row['top1']:.1%}")
             if name is not None:
                 below = row["below_baseline"]
                 cells.append("-" if below is None else f"{below:+.1%}")
+            if has_bytes:
+                cells.append(f"{row['below_byte_baseline']:+.1%}")
             table.append(cells)
         lines += _table(columns, table)
     elif run["status"] == "done":

@@ -67,6 +67,11 @@ class Console:
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {row['loss']:.4f}", refresh=False)
             self._bar.update(1)
+        if row["skipped"]:
+            self._line(
+                f"{step:>6} skipped: gradients are not finite at loss scale {row['loss_scale']:g}; "
+                f"no rank updated"
+            )
         if step % self._every and step != last:
             return
         ranks = row["ranks"]
@@ -81,13 +86,20 @@ class Console:
 
     def evaluated(self, result: dict[str, Any], baselines: dict[str, Any]) -> None:
         """Show a held-out evaluation beside the baseline."""
-        loss, baseline = result["heldout_loss"], baselines[self.primary]
-        side = "below" if loss <= baseline else "above"
-        below = f", {abs(1 - loss / baseline):.1%} {side} {self.primary}" if baseline else ""
-        top1 = f", top-1 {result['heldout_top1']:.1%}" if "heldout_top1" in result else ""
+        loss = result["heldout_loss"]
+        text = f"loss {loss:.4f}{self._unit}"
+        value, name = loss, self.primary
+        if "heldout_bits_per_byte" in result and "unigram_bits_per_byte" in baselines:
+            value, name = result["heldout_bits_per_byte"], "unigram_bits_per_byte"
+            text += f", {value:.4f} bits/byte, perplexity {result['heldout_perplexity']:.2f}"
+        if "heldout_top1" in result:
+            text += f", top-1 {result['heldout_top1']:.1%}"
+        if baseline := baselines[name]:
+            side = "below" if value <= baseline else "above"
+            text += f", {abs(1 - value / baseline):.1%} {side} {name}"
         self._line(
-            f"{result['step']:>6} held out: loss {loss:.4f}{self._unit}{top1}{below} "
-            f"({result['heldout_rows']} rows)"
+            f"{result['step']:>6} held out: {text} ({result['heldout_rows']} rows, "
+            f"{result['heldout_targets']} targets)"
         )
 
     def finish(self) -> None:

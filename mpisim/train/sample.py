@@ -246,10 +246,10 @@ def _read_config(path: Path) -> RunConfig:
     except (KeyError, TypeError):
         problem = "none"
     except ConfigError as error:
-        problem = str(error).splitlines()[0]
+        problem = f"one that breaks a rule ({str(error).splitlines()[0].rstrip('.')})"
     raise CheckpointError(
-        f"run.json must hold a config that this version of mpisim knows; got {problem} in {path}"
-        + ("" if problem.endswith(".") else ". Run the job again.")
+        f"run.json must hold a config that this version of mpisim knows; got {problem} in {path}. "
+        f"Run the job again."
     )
 
 

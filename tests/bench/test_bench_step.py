@@ -144,7 +144,7 @@ def test_the_table_shows_both_sides_and_the_profile():
             "separate": {"tokens_per_s": 4000.0, "ratio": 1.25},
             "joined": {"tokens_per_s": 2500.0, "ratio": 2.0},
         },
-        "float32": {"tokens_per_s": 6250.0, "ratio": 0.8},
+        "float32": {"tokens_per_s": 6250.0, "cost": 1.2345},
         "torch_version": "9.8.7", "gradient_error": {"float32": 2e-6}, "rounds": 7, "quiet": True,
         "profile": {"matmul": {"seconds": 0.15, "share": 0.75},
                     "norm": {"seconds": 0.05, "share": 0.25}},
@@ -152,7 +152,8 @@ def test_the_table_shows_both_sides_and_the_profile():
     text = step_text(row, "Some MPI")
     lines = {line.split("  ")[0].strip(): line.split()[-3:] for line in text.splitlines()}
     assert lines["mpisim bfloat16, numba kernels"][1:] == ["200.0", "5000"]
-    assert lines["mpisim float32"] == ["160.0", "6250", "0.80"]
+    assert lines["mpisim float32"][1:] == ["160.0", "6250"]
+    assert "bfloat16 takes 1.23x the time of float32" in text
     assert lines["PyTorch 9.8.7 DDP, separate"] == ["250.0", "4000", "1.25"]
     assert lines["PyTorch 9.8.7 DDP, joined"] == ["400.0", "2500", "2.00"]
     assert "ratio 1.25" in text and "(200.0 ms)" in text and "2.0e-06 (float32)" in text
@@ -315,15 +316,33 @@ class OneRank:
         return value
 
 
+@pytest.mark.parametrize(("wrong", "told"), [(0.0, False), (5e-5, False), (2e-4, True)])
+def test_updates_that_go_apart_end_the_benchmark(wrong, told):
+    def side(factor):
+        losses = iter([4.0, 3.0, 2.0 * (1.0 + factor)])
+        return lambda: next(losses)
+
+    calls = {"ours": side(0.0), "separate": side(0.0), "joined": side(wrong)}
+    if not told:
+        step_rank._warm_up(OneRank(), calls, 1e-4)
+        return
+    with pytest.raises(MpisimError, match=r"losses of 3 updates must equal.*\(joined\)"):
+        step_rank._warm_up(OneRank(), calls, 1e-4)
+
+
 @pytest.mark.parametrize(
-    ("shares", "kept", "quiet"),
+    ("shares", "wanted", "kept", "quiet"),
     [
-        ([0.0, 0.0], [0, 1], True),
-        ([0.0, 0.5, float("nan")], [0, 2], True),
-        ([0.9, 0.6, 0.0, 0.8, 0.7, 0.4, 0.9, 0.9], [2, 5], False),
+        ([0.0, 0.0], 2, [0, 1], True),
+        ([0.0, 0.5, float("nan")], 2, [0, 2], True),
+        # Too few quiet ones: the least disturbed fill up.
+        ([0.9, 0.6, 0.0, 0.8, 0.7, 0.4, 0.9, 0.9], 2, [2, 5], False),
+        # Out of time after twelve: five quiet ones are enough, four are not.
+        ([0.5] * 7 + [0.0] * 5, 6, [7, 8, 9, 10, 11], True),
+        ([0.5] * 7 + [0.3] + [0.0] * 4, 6, [8, 9, 10, 11, 7, 0], False),
     ],
 )
-def test_rounds_that_others_disturbed_are_dropped(monkeypatch, shares, kept, quiet):
+def test_rounds_that_others_disturbed_are_dropped(monkeypatch, shares, wanted, kept, quiet):
     left = list(shares)
     now = [0.0]
     monkeypatch.setattr(step_rank, "foreign_share", lambda *_: left.pop(0))
@@ -337,8 +356,9 @@ def test_rounds_that_others_disturbed_are_dropped(monkeypatch, shares, kept, qui
 
         return run
 
-    times, found = step_rank._rounds(OneRank(), [call("a", 1.0), call("b", 100.0)], 2)
-    first = step_rank.WARM_UP_STEPS + 1
+    # Ends inside of the twelfth round.
+    monkeypatch.setattr(step_rank, "MAX_ROUNDS_S", 11.0 * sum(range(1, 13)) - 1.0)
+    both = [call("a", 1.0), call("b", 10.0)]
+    times, found = step_rank._rounds(OneRank(), both, wanted)
     assert found is quiet and not left
-    want = [[first + number, 100.0 * (first + number)] for number in kept]
-    np.testing.assert_allclose(times, want)
+    np.testing.assert_allclose(times, [[1 + n, 10.0 * (1 + n)] for n in kept])

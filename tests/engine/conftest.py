@@ -5,6 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-folder = Path(__file__).parents[1] / "engine"
-if str(folder) not in sys.path:
-    sys.path.insert(0, str(folder))
+for folder in (Path(__file__).parent, Path(__file__).parents[1]):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))

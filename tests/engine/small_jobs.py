@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,18 @@ import mpisim
 from mpisim.comm.local import LocalJob, run_threads
 from mpisim.config import RunConfig, config_from_mapping
 from mpisim.config.schema import OptimizerSection
-from mpisim.engine.state import EngineState
+from mpisim.data.batch import IGNORED, Batch
+from mpisim.data.sampler import microbatch_bounds, shard_rows
+from mpisim.engine.loss_scale import LossScale
+from mpisim.engine.state import EngineState, StepState
 from mpisim.engine.step import Engine
 from mpisim.mesh import Mesh
+from mpisim.nn.decoder import build_decoder
 from mpisim.nn.models import Model, build_mlp
 from mpisim.nn.precision import Policy
-from mpisim.plan.build import build_train_plan
+from mpisim.plan.build import Plan, build_train_plan
 from mpisim.plan.check import check_plan
+from mpisim.plan.ops import Backward, Op
 from mpisim.trace.recorder import Recorder
 
 TEXT = (b"the quick brown fox jumps over the lazy dog; " * 30)[:1200]
@@ -92,12 +97,17 @@ def train(config: RunConfig, ranks: int, *, overwrite: bool = True) -> Trained:
 
 # --- plans over chosen rows ------------------------------------------------------------------
 
-Rows = tuple[np.ndarray, np.ndarray]
+Rows = tuple[np.ndarray, ...]
+"""A `Batch`, or plain (inputs, targets)."""
+Steps = Sequence[Sequence[Sequence[Rows]]]
+"""``steps[step][rank][micro]``."""
+
+FLOAT64 = Policy(*["float64"] * 4)
 
 
 @dataclass
 class Outcome:
-    """What `run_engine` leaves, on rank 0; `states` of all ranks."""
+    """What `run_engine` leaves, on rank 0; `states` and `done` of all ranks."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -105,10 +115,16 @@ class Outcome:
     grads: list[dict[str, np.ndarray]] = field(default_factory=list)
     """Per committed step, before clipping."""
     states: list[EngineState] = field(default_factory=list)
+    done: list[list[StepState]] = field(default_factory=list)
+    """Per rank and step."""
 
     @property
     def params(self) -> dict[str, np.ndarray]:
         return self.states[0].params
+
+    @property
+    def master(self) -> dict[str, np.ndarray]:
+        return self.states[0].master
 
 
 def linear_model(num_features: int = 1, num_targets: int = 1) -> Model:
@@ -125,66 +141,166 @@ def rows_of(targets: Sequence[float], features: Sequence[float] | None = None) -
     return x.reshape(-1, 1), np.array(targets, dtype=float).reshape(-1, 1)
 
 
+VOCAB, LENGTH = 13, 6
+
+
+def small_decoder(dropout: float = 0.0, **sizes: Any) -> Model:
+    """Return a tied decoder with grouped heads and three blocks, so that a segment can be short."""
+    values = {
+        "vocab_size": VOCAB, "d_model": 8, "num_blocks": 3, "num_heads": 2, "num_kv_heads": 1,
+        "d_ff": 8, "tied": True, "max_len": LENGTH, "dropout": dropout,
+    } | sizes  # fmt: skip
+    return build_decoder(**values)
+
+
+def packed_rows(count: int, seed: int, length: int = LENGTH) -> Batch:
+    """Return rows of several documents each: the last token of a document predicts nothing."""
+    rng = np.random.default_rng(seed)
+    x = rng.integers(0, VOCAB, (count, length)).astype(np.int32)
+    targets = rng.integers(0, VOCAB, (count, length)).astype(np.int32)
+    begins = rng.random((count, length)) < 0.3
+    begins[:, 0] = True
+    starts = np.maximum.accumulate(np.where(begins, np.arange(length), 0), axis=1)
+    targets[:, :-1][begins[:, 1:]] = IGNORED
+    return Batch(x, targets, starts.astype(np.int32))
+
+
+def cut(batch: Rows, ranks: int, micros: int) -> list[list[Rows]]:
+    """Cut rows as a run does: evenly over ranks, then over microbatches; some may get none."""
+    parts = []
+    for rank in range(ranks):
+        bounds = microbatch_bounds(*shard_rows(len(batch[0]), ranks, rank), micros)
+        parts.append(
+            [
+                type(batch)(*(None if a is None else a[lo:hi] for a in batch))
+                if isinstance(batch, Batch)
+                else tuple(a[lo:hi] for a in batch)
+                for lo, hi in zip(bounds, bounds[1:], strict=False)
+            ]
+        )
+    return parts
+
+
+def make_plans(
+    model: Model,
+    steps: Steps,
+    *,
+    policy: Policy = FLOAT64,
+    bucket_bytes: int = 1 << 20,
+    overlap: bool = True,
+    algorithm: str = "auto",
+    recompute: str = "none",
+    every: int = 1,
+) -> list[Plan]:
+    """Return the checked plan of every step; those of one shape are the same object."""
+    known: dict[tuple, Plan] = {}
+    plans = []
+    for parts in steps:
+        rows = tuple(tuple(len(batch[0]) for batch in micros) for micros in parts)
+        lengths = ()
+        if model.has_token_targets:
+            lengths = tuple(tuple(batch[0].shape[1] for batch in micros) for micros in parts)
+            if set(sum(lengths, ())) == {model.input_width}:
+                lengths = ()
+        if (rows, lengths) not in known:
+            known[rows, lengths] = build_train_plan(
+                mesh=Mesh(dp=len(parts)),
+                specs=lambda rows, length: model.spec(rows, policy.compute_dtype, length),
+                rows=rows, lengths=lengths, dtype=policy.wire,
+                itemsize=policy.reduce_dtype.itemsize, bucket_bytes=bucket_bytes,
+                overlap=overlap, algorithm=algorithm, recompute=recompute, recompute_every=every,
+            )  # fmt: skip
+            check_plan(known[rows, lengths])
+        plans.append(known[rows, lengths])
+    return plans
+
+
+def num_targets(parts: Sequence[Rows]) -> int:
+    return sum(Batch(*batch).num_targets for batch in parts)
+
+
+def make_state(
+    transport: Any,
+    model: Model,
+    plan: Plan,
+    *,
+    policy: Policy = FLOAT64,
+    optimizer: OptimizerSection | None = None,
+    start: dict[str, np.ndarray] | None = None,
+    overlap: bool = True,
+    seed: int = 0,
+    loss_scale: LossScale | None = None,
+) -> EngineState:
+    """Return a rank's state for a plan; `loss_scale` is copied."""
+    state = EngineState(
+        model=model, mesh=plan.mesh, transport=transport,
+        optimizer=optimizer or OptimizerSection(kind="sgd", lr=0.125, momentum=0.0),
+        buckets=plan.buckets, seed=seed, policy=policy, algorithm=plan.algorithm,
+        recorder=Recorder(), overlap=overlap,
+        loss_scale=None if loss_scale is None else replace(loss_scale),
+    )  # fmt: skip
+    for name, values in (start or {}).items():
+        state.master[name][...] = values
+        if policy.has_master:
+            state.params[name][...] = state.master[name].astype(policy.compute_dtype)
+    return state
+
+
 def start_engine(
     model: Model,
-    steps: Sequence[Sequence[Sequence[Rows]]],
+    steps: Steps,
     *,
+    policy: Policy | None = None,
     optimizer: OptimizerSection | None = None,
     start: dict[str, np.ndarray] | None = None,
     bucket_bytes: int = 1 << 20,
     overlap: bool = True,
     algorithm: str = "auto",
+    recompute: str = "none",
+    every: int = 1,
     seed: int = 0,
     synchronous: bool = False,
+    loss_scale: LossScale | None = None,
+    total_steps: int | None = None,
     prepare: Callable[[EngineState], None] = lambda state: None,
 ) -> tuple[LocalJob, Outcome]:
-    """Train on ``steps[step][rank][micro]`` = (inputs, targets), one thread per rank.
+    """Train on ``steps[step][rank][micro]``, one thread per rank.
 
     Parameters
     ----------
+    policy : Policy, optional
+        By default the dtype of the inputs everywhere, float64 for tokens.
     start : dict, optional
         First parameters by name; by default those of `seed`.
+    total_steps : int, optional
+        Of the learning-rate schedule; by default the number of steps.
     prepare : callable
         Called on every rank's state before the first step.
     """
     dp = len(steps[0])
-    dtype = steps[0][0][0][0].dtype if model.input_kind == "features" else np.dtype("float64")
-    plans = []
-    for parts in steps:
-        plans.append(
-            build_train_plan(
-                mesh=Mesh(dp=dp),
-                specs=lambda rows, length: model.spec(rows, dtype, length),
-                rows=tuple(tuple(len(x) for x, _ in micros) for micros in parts),
-                dtype=dtype.name,
-                itemsize=dtype.itemsize,
-                bucket_bytes=bucket_bytes,
-                overlap=overlap,
-                algorithm=algorithm,
-            )  # fmt: skip
-        )
-        check_plan(plans[-1])
-    outcome = Outcome(states=[None] * dp)
+    if policy is None:
+        dtype = steps[0][0][0][0].dtype
+        policy = Policy(*[dtype.name] * 4) if model.input_kind == "features" else FLOAT64
+    plans = make_plans(
+        model, steps, policy=policy, bucket_bytes=bucket_bytes, overlap=overlap,
+        algorithm=algorithm, recompute=recompute, every=every,
+    )  # fmt: skip
+    outcome = Outcome(states=[None] * dp, done=[[] for _ in range(dp)])
 
     def body(transport):
-        state = EngineState(
-            model=model, mesh=Mesh(dp=dp), transport=transport,
-            optimizer=optimizer or OptimizerSection(kind="sgd", lr=0.125, momentum=0.0),
-            buckets=plans[0].buckets, seed=seed, policy=Policy(*[dtype.name] * 4),
-            algorithm=algorithm, recorder=Recorder(), overlap=overlap,
+        state = make_state(
+            transport, model, plans[0], policy=policy, optimizer=optimizer, start=start,
+            overlap=overlap, seed=seed, loss_scale=loss_scale,
         )  # fmt: skip
         outcome.states[transport.rank] = state
-        for name, values in (start or {}).items():
-            state.params[name][...] = values
         prepare(state)
-        engine = Engine(state, len(steps))
+        engine = Engine(state, total_steps or len(steps))
         grads = []
         state.observe_gradients = grads.append
         for number, (plan, parts) in enumerate(zip(plans, steps, strict=True)):
             mine = parts[transport.rank]
-            done = engine.train_step(
-                plan, number, lambda micro, mine=mine: tuple(a.copy() for a in mine[micro])
-            )
+            done = engine.train_step(plan, number, copies(mine), num_targets(mine))
+            outcome.done[transport.rank].append(done)
             if transport.rank == 0:
                 outcome.losses.append(done.global_loss_sum / done.global_targets)
                 outcome.norms.append(done.grad_norm)
@@ -196,12 +312,53 @@ def start_engine(
     return job, outcome
 
 
-def run_engine(model: Model, steps: Sequence[Sequence[Sequence[Rows]]], **options: Any) -> Outcome:
+def copies(parts: Sequence[Rows]) -> Callable[[int], Rows]:
+    """Return what loads a microbatch: copies, so that a step cannot change another's rows."""
+    return lambda micro: tuple(None if a is None else a.copy() for a in parts[micro])
+
+
+def run_engine(model: Model, steps: Steps, **options: Any) -> Outcome:
     """As `start_engine`; raises what the first failed rank raised."""
     job, outcome = start_engine(model, steps, **options)
     for error in job.errors.values():
         raise error
     return outcome
+
+
+def after_backward(
+    state: EngineState, micro: int, act: Callable[[EngineState], None], *, step: int | None = None
+) -> None:
+    """Call ``act(state)`` right after the last backward op of a microbatch (of one step only)."""
+    before = state.observe_op
+
+    def observe(op: Op) -> None:
+        if before is not None:
+            before(op)
+        wanted = step is None or state.step.step == step
+        if wanted and op == Backward(state.first, micro):
+            act(state)
+
+    state.observe_op = observe
+
+
+def snapshot(state: EngineState) -> dict[str, Any]:
+    """Return copies of all that a failed update must leave alone."""
+    return {
+        "params": {name: a.tobytes() for name, a in state.params.items()},
+        "master": {name: a.tobytes() for name, a in state.master.items()},
+        "moments": {name: [a.tobytes() for a in m] for name, m in state.moments.items()},
+        "committed": state.committed,
+        "loss_scale": replace(state.loss_scale),
+        "live": dict(state.ledger.live),
+    }
+
+
+def bits_of(arrays: dict[str, np.ndarray]) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in arrays.items()}
+
+
+def gradients_are_zero(state: EngineState) -> bool:
+    return not any(bucket.any() for bucket in state.buckets)
 
 
 def assert_close(got: dict[str, np.ndarray], want: dict[str, np.ndarray], tolerance: float) -> None:

@@ -12,6 +12,7 @@ from mpisim.engine.state import EngineState, num_optimizer_arrays
 from mpisim.engine.step import Engine
 from mpisim.mesh import Mesh
 from mpisim.nn.models import build_mlp
+from mpisim.nn.precision import Policy
 from mpisim.plan.build import build_eval_plan, build_train_plan
 from mpisim.trace.recorder import Recorder
 
@@ -20,8 +21,8 @@ MODEL = build_mlp(
 )
 
 
-def specs(rows):
-    return MODEL.spec(rows, np.dtype("float64"))
+def specs(rows, length=None):
+    return MODEL.spec(rows, np.dtype("float64"), length)
 
 
 def plan_of(rows, bucket_bytes=1 << 20, kind="train"):
@@ -39,7 +40,8 @@ def state_on(transport, plan, **optimizer):
     return EngineState(
         model=MODEL, mesh=plan.mesh, transport=transport,
         optimizer=OptimizerSection(**{"kind": "sgd", "lr": 0.1} | optimizer),
-        buckets=plan.buckets, seed=0, dtype="float64", algorithm="auto", recorder=Recorder(),
+        buckets=plan.buckets, seed=0, policy=Policy(*["float64"] * 4), algorithm="auto",
+        recorder=Recorder(),
     )  # fmt: skip
 
 
@@ -110,7 +112,7 @@ def test_an_evaluation_changes_nothing_and_counts_no_update():
         grads = [flat.copy() for flat in state.buckets]
         done = engine.evaluate(evaluation, 0, lambda micro: rows(3 - micro, 2 + micro))
         assert done.global_targets == 5 and done.global_loss_sum > 0
-        assert engine.committed == 1
+        assert state.committed == 1
         assert_close(state.params, before, 0.0)
         assert all(map(np.array_equal, state.buckets, grads))
         assert state.ledger.live["activations"] == 0

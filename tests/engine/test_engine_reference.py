@@ -64,7 +64,7 @@ def plain_training(config, loss_and_gradients):
     velocity, adam = zeros_like_params(params), adamw_init(params)
     losses, norms = [], []
     for step in range(config.train.steps):
-        x, y = data.train_batch(sampler.batch_indices(step))
+        x, y, _ = data.train_batch(sampler.batch_indices(step))
         loss, gradients = loss_and_gradients(params, x, y)
         losses.append(loss)
         norms.append(global_norm(gradients))

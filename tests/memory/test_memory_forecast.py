@@ -13,6 +13,7 @@ from mpisim.engine.state import EngineState
 from mpisim.layouts.metrics import METRIC_NAMES
 from mpisim.mesh import Mesh
 from mpisim.nn.models import build_mlp
+from mpisim.nn.precision import Policy
 from mpisim.plan.build import build_train_plan
 from mpisim.trace.recorder import Recorder
 from mpisim.train.setup import Setup, check
@@ -125,8 +126,8 @@ def test_a_forecast_by_hand(tmp_path):
     params = (3 * 5 + 5 + 5 * 2 + 2) * 8
     assert memory.live["params"] == memory.live["grads"] == params
     assert memory.live["optimizer"] == 2 * params
-    # One rank needs no scratch: the scalars (1 + 2 + 3), its figures, and their collection.
-    assert memory.live["comm_buffers"] == (6 + 2 * len(METRIC_NAMES)) * 8
+    # One rank needs no scratch: the scalars (1 + 2 + 1 + 4), its figures, and their collection.
+    assert memory.live["comm_buffers"] == (8 + 2 * len(METRIC_NAMES)) * 8
     assert memory.peak["data"] == 24 * (3 + 2) * 8
     # Forward keeps y (24, 5) once for tanh and for the head, and the head the difference (24, 2);
     # the gradient of y comes on top while the head runs backward.
@@ -167,7 +168,7 @@ def test_no_scratch_is_kept_that_the_ledger_does_not_count(hidden, dp):
         output=("targets", 1),
     )  # fmt: skip
     plan = build_train_plan(
-        mesh=Mesh(dp=dp), specs=lambda rows: model.spec(rows, np.dtype("float64")),
+        mesh=Mesh(dp=dp), specs=lambda rows, length: model.spec(rows, np.dtype("float64"), length),
         rows=((1,),) * dp, dtype="float64", itemsize=8, bucket_bytes=1, overlap=True,
         algorithm="ring",
     )  # fmt: skip
@@ -177,7 +178,8 @@ def test_no_scratch_is_kept_that_the_ledger_does_not_count(hidden, dp):
 
         state = EngineState(
             model=model, mesh=plan.mesh, transport=transport, optimizer=OptimizerSection(),
-            buckets=plan.buckets, seed=0, dtype="float64", algorithm="ring", recorder=Recorder(),
+            buckets=plan.buckets, seed=0, policy=Policy(*["float64"] * 4), algorithm="ring",
+            recorder=Recorder(),
         )  # fmt: skip
         return [
             (scratch_kept_alive(group), group.scratch_bytes) for group in (state.dp, state.control)

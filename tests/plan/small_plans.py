@@ -9,7 +9,7 @@ import numpy as np
 
 from mpisim.mesh import Mesh
 from mpisim.nn.models import build_mlp
-from mpisim.plan.build import Plan, build_eval_plan, build_train_plan
+from mpisim.plan.build import BlockSpecs, Plan, build_eval_plan, build_train_plan
 from mpisim.plan.ops import Op
 
 MODEL = build_mlp(
@@ -20,8 +20,19 @@ MODEL = build_mlp(
 SIZES = {"block0": 9, "block1": 8, "head": 3}
 
 
+DEEP = build_mlp(
+    input_kind="features", num_features=2, hidden=(3, 2, 3, 2, 3), activation="tanh",
+    output=("targets", 1),
+)  # fmt: skip
+"""Blocks block0 .. block4 and head: enough for segments of several blocks."""
+
+
 def specs(rows: int, length: int | None = None):
     return MODEL.spec(rows, np.dtype("float64"), length)
+
+
+def deep_specs(rows: int, length: int | None = None):
+    return DEEP.spec(rows, np.dtype("float64"), length)
 
 
 def train_plan(
@@ -30,11 +41,16 @@ def train_plan(
     bucket_bytes: int = 1 << 20,
     overlap: bool = True,
     algorithm: str = "auto",
+    specs: BlockSpecs = specs,
+    lengths: Iterable[Iterable[int]] = (),
+    recompute: str = "none",
+    every: int = 1,
 ) -> Plan:
     rows = tuple(map(tuple, rows))
     return build_train_plan(
         mesh=Mesh(dp=len(rows)), specs=specs, rows=rows, dtype="float64", itemsize=8,
         bucket_bytes=bucket_bytes, overlap=overlap, algorithm=algorithm,
+        lengths=tuple(map(tuple, lengths)), recompute=recompute, recompute_every=every,
     )  # fmt: skip
 
 
@@ -67,5 +83,14 @@ def moved(plan: Plan, op: Op, before: Op, ranks: Iterable[int] | None = None) ->
     def edit(ops: list[Op]) -> None:
         ops.remove(op)
         ops.insert(ops.index(before), op)
+
+    return edited(plan, edit, ranks)
+
+
+def replaced(plan: Plan, op: Op, by: Op, ranks: Iterable[int] | None = None) -> Plan:
+    """Return `plan` with the first `op` replaced."""
+
+    def edit(ops: list[Op]) -> None:
+        ops[ops.index(op)] = by
 
     return edited(plan, edit, ranks)

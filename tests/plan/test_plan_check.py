@@ -82,13 +82,22 @@ def test_an_update_before_a_wait_is_refused(bucket):
     refused(plan, re.escape(f"must follow WaitSync of buckets {missing}"), op="OptimizerStep")
 
 
+@pytest.mark.parametrize("bucket", [0, 1, 2])
+def test_a_flag_before_a_wait_is_refused(bucket):
+    """C019: a flag taken before the sum is there would miss what another rank found."""
+    plan = moved(moved(PLAN, LOSS, WaitSync(bucket)), FLAG, WaitSync(bucket))
+    missing = list(range(bucket, 3))
+    rule = re.escape(f"the flag must follow WaitSync of buckets {missing}")
+    refused(plan, rule, op=op_text(FLAG))
+
+
 def test_a_missing_wait_is_refused():
     refused(removed(PLAN, WaitSync(1)), r"must follow WaitSync of buckets \[1\]")
 
 
 def test_a_missing_wait_on_one_rank_is_refused_there():
     plan = removed(PLAN, WaitSync(1), ranks=[1])
-    refused(plan, r"WaitSync of buckets \[1\]", op="OptimizerStep", ranks=[1])
+    refused(plan, r"WaitSync of buckets \[1\]", op=op_text(FLAG), ranks=[1])
 
 
 def test_a_missing_start_is_refused():
@@ -159,7 +168,7 @@ def test_an_unknown_bucket_is_refused(bucket):
 
 
 def test_a_bucket_in_flight_at_the_end_is_refused():
-    plan = removed(removed(PLAN, WaitSync(2)), OptimizerStep())
+    plan = removed(removed(removed(PLAN, WaitSync(2)), FLAG), OptimizerStep())
     refused(plan, r"nothing behind; got buckets in flight \[2\] on rank 0")
 
 
@@ -183,22 +192,22 @@ def test_a_backward_out_of_order_is_refused():
 
 def test_a_forward_before_its_batch_is_refused():
     plan = moved(PLAN, Forward("block0", 1), LoadBatch(1))
-    refused(plan, "loaded before forward", op="Forward block=block0 micro=1")
+    refused(plan, "loaded before forward", op="Forward block=block0 micro=1 keep=all")
 
 
 def test_a_forward_that_runs_twice_is_refused():
     plan = edited(PLAN, lambda ops: ops.insert(ops.index(Forward("block1", 0)), ops[2]))
     assert plan.ranks[0][3] == Forward("block0", 0)
-    refused(plan, "forward once per microbatch", op="Forward block=block0 micro=0")
+    refused(plan, "forward once per microbatch", op="Forward block=block0 micro=0 keep=all")
 
 
 def test_a_missing_last_backward_leaves_activations():
     """The update is skipped too, so that only the leftovers are at fault."""
 
     def edit(ops):
-        for op in [op for op in ops if isinstance(op, (StartSync, WaitSync, OptimizerStep))]:
+        gone = [op for op in ops if isinstance(op, (StartSync, WaitSync, OptimizerStep))]
+        for op in [*gone, FLAG, Backward("block0", 1)]:
             ops.remove(op)
-        ops.remove(Backward("block0", 1))
 
     refused(
         edited(PLAN, edit),
@@ -233,7 +242,7 @@ def test_an_unknown_block_is_refused(op):
     def edit(ops):
         ops[ops.index(op)] = replace(op, block="tail")
 
-    refused(edited(PLAN, edit), "block", op=f"{type(op).__name__} block=tail micro=0")
+    refused(edited(PLAN, edit), "block", op=op_text(replace(op, block="tail")))
 
 
 def test_a_backward_before_the_global_target_count_is_refused():
@@ -248,7 +257,7 @@ def test_a_plan_without_the_global_target_count_is_refused():
 
 def test_a_loss_sum_before_the_last_forward_is_refused():
     plan = moved(PLAN, LOSS, Forward("head", 1))
-    refused(plan, "loss", op="ReduceScalars kind=loss count=2 dtype=float64")
+    refused(plan, "loss", op=op_text(LOSS))
 
 
 def test_a_training_plan_without_a_loss_sum_is_refused():
@@ -259,7 +268,7 @@ def test_a_sum_of_an_unknown_kind_is_refused():
     def edit(ops):
         ops[ops.index(LOSS)] = replace(LOSS, kind="lost")
 
-    refused(edited(PLAN, edit), "kind", op="ReduceScalars kind=lost count=2 dtype=float64")
+    refused(edited(PLAN, edit), "kind", op=op_text(replace(LOSS, kind="lost")))
 
 
 def test_an_op_of_a_schedule_is_refused():
@@ -319,7 +328,7 @@ def test_collectives_in_another_order_are_a_deadlock_drawn_on_both_ranks():
     marked = re.findall(r"^  rank (\d+) op +\d+ >> (.*)$", text, flags=re.MULTILINE)
     assert marked == [
         ("0", "WaitSync bucket=2"),
-        ("1", "ReduceScalars kind=loss count=2 dtype=float64"),
+        ("1", op_text(LOSS)),
     ]
     # Both ranks with what stands before the place, and one op after it.
     assert text.count("rank 0 op") == text.count("rank 1 op") == 5
@@ -389,7 +398,7 @@ def test_a_plan_without_the_rows_of_a_rank_is_refused():
 
 def test_the_drawing_marks_the_place_and_shows_its_surroundings():
     assert draw_place(PLAN, {1: 0}).splitlines() == [
-        "  rank 1 op    0 >> ReduceScalars kind=target_count count=1 dtype=int64",
+        "  rank 1 op    0 >> ReduceScalars kind=target_count count=1 dtype=int64 reduction=sum",
         "  rank 1 op    1    LoadBatch micro=0",
     ]
     last = len(PLAN.ranks[0]) - 1

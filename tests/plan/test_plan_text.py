@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_plans import eval_plan, train_plan
+from small_plans import deep_specs, eval_plan, train_plan
 
 from mpisim.errors import PlanError
 from mpisim.layouts.specs import ParamSpec
@@ -25,6 +25,7 @@ from mpisim.plan.ops import (
     GatherMetrics,
     LoadBatch,
     OptimizerStep,
+    Recompute,
     ReduceScalars,
     StartSync,
     WaitSync,
@@ -46,6 +47,14 @@ PLANS = {
         [[1], [1], [1], [0]], bucket_bytes=1, algorithm="ring"
     ),
     "evaluation": lambda: eval_plan([[2, 2], [1, 0]]),
+    "recompute_selective": lambda: train_plan([[4]], recompute="selective"),
+    "recompute_full_two_microbatches": lambda: train_plan([[2, 2]], recompute="full"),
+    "recompute_every_two": lambda: train_plan(
+        [[4]], recompute="full", every=2, specs=deep_specs, bucket_bytes=150
+    ),
+    "microbatches_of_different_lengths": lambda: train_plan(
+        [[2, 1], [2, 0]], lengths=[[4, 3], [4, 2]], overlap=False
+    ),
 }
 
 
@@ -70,10 +79,13 @@ NUMBERS = st.integers(0, 10**12)
 OPS = st.one_of(
     st.builds(LoadBatch, NUMBERS),
     st.builds(Forward, NAMES, NUMBERS),
+    st.builds(Forward, NAMES, NUMBERS, NAMES),
+    st.builds(Recompute, NAMES, NUMBERS),
     st.builds(Backward, NAMES, NUMBERS),
     st.builds(StartSync, NUMBERS, NUMBERS),
     st.builds(WaitSync, NUMBERS),
     st.builds(ReduceScalars, NAMES, NUMBERS, NAMES),
+    st.builds(ReduceScalars, NAMES, NUMBERS, NAMES, NAMES),
     st.builds(OptimizerStep),
     st.builds(GatherMetrics, NUMBERS),
 )
@@ -88,12 +100,15 @@ PARAMS = st.builds(
 def any_plans(draw):
     """Any plan that can be written down, also one that could never run."""
     num_ranks = draw(st.integers(1, 4))
+    rows = tuple(tuple(draw(st.lists(NUMBERS, max_size=3))) for _ in range(num_ranks))
+    # Some have tokens per row for every microbatch, most the model's width.
+    lengths = tuple(tuple(draw(NUMBERS) for _ in counts) for counts in rows)
     return Plan(
         draw(st.sampled_from(("train", "eval"))),
         Mesh(*(draw(st.integers(1, 9)) for _ in range(3))),
         draw(NAMES),
         draw(st.sampled_from(ALGORITHMS)),
-        tuple(tuple(draw(st.lists(NUMBERS, max_size=3))) for _ in range(num_ranks)),
+        rows,
         tuple(draw(st.lists(NAMES, max_size=4))),
         tuple(
             Bucket(
@@ -104,6 +119,7 @@ def any_plans(draw):
             for index in range(draw(st.integers(0, 3)))
         ),
         tuple(tuple(draw(st.lists(OPS, max_size=5))) for _ in range(num_ranks)),
+        draw(st.sampled_from(((), (), lengths))),
     )
 
 
@@ -122,9 +138,16 @@ def test_any_plan_is_read_back_equal(plan):
     ),
     bucket_bytes=st.integers(1, 200),
     overlap=st.booleans(),
+    recompute=st.sampled_from(("none", "selective", "full")),
+    every=st.integers(1, 6),
+    longest=st.integers(0, 9),
 )
-def test_built_plans_are_read_back_equal(rows, bucket_bytes, overlap):
-    plan = train_plan(rows, bucket_bytes=bucket_bytes, overlap=overlap)
+def test_built_plans_are_read_back_equal(rows, bucket_bytes, overlap, recompute, every, longest):
+    lengths = [[longest + number for number in counts] for counts in rows] if longest else ()
+    plan = train_plan(
+        rows, bucket_bytes=bucket_bytes, overlap=overlap, recompute=recompute, every=every,
+        specs=deep_specs, lengths=lengths,
+    )  # fmt: skip
     assert parse_plan(plan_text(plan)) == plan
 
 
@@ -140,14 +163,16 @@ def number_of(start, nth=0):
 @pytest.mark.parametrize(
     ("line", "becomes"),
     [
-        ("  Forward block=head micro=0", "  Forwards block=head micro=0"),  # no such op
-        ("  Forward block=head micro=0", "  Forward block=head"),  # a field is missing
-        ("  Forward block=head micro=0", "  Forward block=head micro=0 bucket=1"),  # one too many
-        ("  Forward block=head micro=0", "  Forward block=head micro=0 micro=0"),  # twice
-        ("  Forward block=head micro=0", "  Forward block=head micro=zero"),  # no number
-        ("  Forward block=head micro=0", "  Forward micro=0 block=head"),  # another order
-        ("  Forward block=head micro=0", "  Forward block"),
-        ("  Forward block=head micro=0", "  Forward block=head micro=+0"),
+        ("  Forward block=head", "  Forwards block=head micro=0 keep=all"),  # no such op
+        ("  Forward block=head", "  Forward block=head micro=0"),  # a field is missing
+        ("  Forward block=head", "  Forward block=head micro=0 keep=all bucket=1"),  # one too many
+        ("  Forward block=head", "  Forward block=head micro=0 keep=all micro=0"),  # twice
+        ("  Forward block=head", "  Forward block=head micro=zero keep=all"),  # no number
+        ("  Forward block=head", "  Forward micro=0 block=head keep=all"),  # another order
+        ("  Forward block=head", "  Forward block"),
+        ("  Forward block=head", "  Forward block=head micro=+0 keep=all"),
+        ("  Backward block=head", "  Recompute block=head"),
+        ("  Backward block=head", "  Recompute block=head micro=0 keep=all"),
         ("  OptimizerStep", "OptimizerStep"),  # not indented
         ("  OptimizerStep", ""),
         ("  OptimizerStep", "  "),
@@ -165,6 +190,9 @@ def number_of(start, nth=0):
         ("rank 1", "rank one rows=2"),
         ("rank 1", "rank 1"),
         ("rank 1", "rank 1 rows=2,x"),
+        ("rank 1", "rank 1 rows=2 lengths=x"),
+        ("rank 1", "rank 1 rows=2 length=4"),
+        ("rank 1", "rank 1 lengths=4 rows=2"),
     ],
 )
 def test_a_malformed_line_is_named(line, becomes):

@@ -23,7 +23,7 @@ def ten_parameters(dp, dtype="float64", **options):
         input_kind="features", num_features=9, hidden=(), activation="relu", output=("targets", 1)
     )
     return build_train_plan(
-        mesh=Mesh(dp=dp), specs=lambda rows: model.spec(rows, np.dtype(dtype)),
+        mesh=Mesh(dp=dp), specs=lambda rows, length: model.spec(rows, np.dtype(dtype), length),
         rows=((1,),) * dp, dtype=dtype, itemsize=np.dtype(dtype).itemsize,
         bucket_bytes=1 << 20, overlap=True, **{"algorithm": "ring", **options},
     )  # fmt: skip
@@ -49,8 +49,8 @@ def test_ten_numbers_in_a_ring_of_four(rank, sent):
     received = [112, 120, 128, 120][rank - 1]
     assert priced == {
         ("dp", "all_reduce"): counts(6, sent, 6, received),
-        # One int64, then two float64, each to the neighbours at distance 1 and 2.
-        ("control", "all_reduce"): counts(4, 48, 4, 48),
+        # One int64, two float64, one int64, each to the neighbours at distance 1 and 2.
+        ("control", "all_reduce"): counts(6, 64, 6, 64),
         ("control", "gather"): (
             counts(0, 0, 3, 3 * FIGURES) if rank == 0 else counts(1, FIGURES, 0, 0)
         ),
@@ -58,12 +58,12 @@ def test_ten_numbers_in_a_ring_of_four(rank, sent):
 
 
 def test_the_bytes_matrix_of_ten_numbers_in_a_ring_of_four():
-    """The ring to the right, both sums (24 bytes) to ranks at distance 1 and 2, figures to 0."""
+    """The ring to the right, all sums (32 bytes) to ranks at distance 1 and 2, figures to 0."""
     assert bytes_matrix(ten_parameters(4)) == [
-        [0, 112 + 24, 24, 0],
-        [FIGURES + 24, 0, 120, 24],
-        [FIGURES + 24, 0, 0, 128 + 24],
-        [FIGURES + 120, 24, 24, 0],
+        [0, 112 + 32, 32, 0],
+        [FIGURES + 32, 0, 120, 32],
+        [FIGURES + 32, 0, 0, 128 + 32],
+        [FIGURES + 120, 32, 32, 0],
     ]
 
 
@@ -88,10 +88,10 @@ def test_one_rank_sends_nothing():
 
 
 def test_an_evaluation_costs_one_sum():
-    """Three float64 over three ranks: rank 1 folds into 0 and gets the result back."""
+    """Four float64 over three ranks: rank 1 folds into 0 and gets the result back."""
     priced = [price_rank(eval_plan([[1], [1], [1]]), rank) for rank in range(3)]
     assert [entry["control", "all_reduce"] for entry in priced] == [
-        counts(2, 48, 2, 48), counts(1, 24, 1, 24), counts(1, 24, 1, 24),
+        counts(2, 64, 2, 64), counts(1, 32, 1, 32), counts(1, 32, 1, 32),
     ]  # fmt: skip
     assert all(entry.keys() == {("control", "all_reduce")} for entry in priced)
 
@@ -150,5 +150,5 @@ def test_a_dp_group_inside_a_larger_mesh_is_priced_by_its_members():
     priced = [price_rank(plan, rank) for rank in range(4)]
     # A ring of two: 5 of 10 elements, twice.
     assert [entry["dp", "all_reduce"]["sent_bytes"] for entry in priced] == [80] * 4
-    assert matrix[3][1] == 80 + 24 and matrix[1][3] == 80 + 24
-    assert matrix[0][2] == 80 + 24 and matrix[0][3] == 0
+    assert matrix[3][1] == 80 + 32 and matrix[1][3] == 80 + 32
+    assert matrix[0][2] == 80 + 32 and matrix[0][3] == 0

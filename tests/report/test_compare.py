@@ -220,7 +220,7 @@ def test_plus_and_minus_zero_are_other_bits(tmp_path):
 def test_a_loss_that_is_not_finite(tmp_path, value):
     """In one run it is the largest difference; in both it is no difference."""
     one = make_run(tmp_path / "one", losses=(5.0, 4.0, 3.0))
-    two = make_run(tmp_path / "two", losses=(5.0, value, 2.0))
+    two = make_run(tmp_path / "two", losses=(6.0, value, 2.0))
     rows = compare_rows(one, two)
     (row, _) = section(rows, "verdict")
     assert row["largest_difference"] is None and row["largest_difference_step"] == 1
@@ -380,22 +380,29 @@ def test_measured_is_set_beside_predicted(tmp_path):
     assert [line.split()[0] for line in lines if line.endswith("<-- DIFFERS")] == ["dp", "params"]
 
 
-def test_real_runs_of_other_rank_counts(finished_run, tmp_path):
-    from conftest import SMALL
+def config_of(run, folder):
+    """Return the config of a run with another folder, to be changed."""
+    config = json.loads((run / "run.json").read_text())["config"]
+    config["run"]["dir"] = str(folder)
+    return config
 
-    config = {**SMALL, "run": {"name": "two", "dir": str(tmp_path)}}
-    config["train"] = SMALL["train"] | {"steps": 12}
+
+def test_real_runs_of_other_rank_counts(finished_run, tmp_path):
+    config = config_of(finished_run, tmp_path)
+    config["train"]["steps"] = 12
     other = mpisim.run(config, ranks=2, transport="local")
     rows = compare_rows(finished_run, other.path)
     json.dumps(rows, allow_nan=False)
     assert {row["field"] for row in section(rows, "config")} == {
-        "run.name", "run.dir", "train.steps",
+        "run.dir", "train.steps",
     }  # fmt: skip
     assert section(rows, "data")[0]["same"] is True
     (row, heldout) = section(rows, "verdict")
     assert row["common_steps"] == 9 and (row["a_steps"], row["b_steps"]) == (9, 12)
     assert row["largest_difference"] <= 1e-12
     assert heldout["common_steps"] == 2
+    last = other.summary["evaluations"][-1]["heldout_loss"]
+    assert figure(rows, "held-out loss")[1] == last
     (sent,) = section(rows, "traffic", axis="dp", what="bytes")
     assert (
         sent["b"]
@@ -411,10 +418,8 @@ def test_real_runs_of_other_rank_counts(finished_run, tmp_path):
 
 
 def test_overlap_on_and_off_are_bitwise_equal(finished_run, tmp_path):
-    from conftest import SMALL
-
-    config = {**SMALL, "run": {"name": "off", "dir": str(tmp_path)}}
-    config["parallel"] = SMALL["parallel"] | {"overlap": False}
+    config = config_of(finished_run, tmp_path)
+    config["parallel"]["overlap"] = False
     other = mpisim.run(config, ranks=3, transport="local").path
     rows = compare_rows(finished_run, other)
     assert all(row["bitwise_equal"] for row in section(rows, "verdict"))
@@ -497,6 +502,10 @@ def test_what_is_no_run_directory_is_named(finished_run, tmp_path):
         ("metrics.jsonl", '{"step": [], "loss": 1, "rows": 1, "step_s": 1}'),
         ("metrics.jsonl", '{"step": 0, "loss": 1, "rows": "x", "step_s": 1}'),
         ("metrics.jsonl", '{"step": 0, "loss": 1, "rows": 1, "step_s": 1, "ranks": {"step_s": 1}}'),
+        (
+            "metrics.jsonl",
+            '{"step": 0, "loss": 1, "rows": 1, "step_s": 1, "ranks": {"step_s": []}}',
+        ),
         ("metrics.jsonl", '{"step": [], "heldout_loss": 1}'),
     ],
 )

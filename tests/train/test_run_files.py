@@ -94,14 +94,17 @@ def test_one_line_per_step_with_every_figure(tmp_path):
     assert [row["step"] for row in done.evaluations] == [1, 3, 4]
     for row in done.steps:
         assert set(row) == {
-            "step", "loss", "lr", "grad_norm", "rows", "step_s", "tokens_per_s", "ranks",
+            "step", "loss", "lr", "grad_norm", "rows", "targets", "loss_scale", "skipped",
+            "step_s", "tokens_per_s", "ranks",
         }  # fmt: skip
         assert list(row["ranks"]) == list(METRIC_NAMES)
         for name, (rank0, least, mean, largest) in row["ranks"].items():
             assert least <= rank0 <= largest, name
             assert least <= mean * (1 + 1e-12) and mean <= largest * (1 + 1e-12), name
             assert least >= 0, name
-        assert row["tokens_per_s"] == pytest.approx(row["rows"] / row["step_s"])
+        assert row["tokens_per_s"] == pytest.approx(row["targets"] / row["step_s"])
+        assert row["targets"] == row["rows"] == 24
+        assert (row["loss_scale"], row["skipped"]) == (1.0, False)
         assert row["ranks"]["rows"] == [8.0, 8.0, 8.0, 8.0]
         assert row["grad_norm"] > 0 and math.isfinite(row["loss"])
 

@@ -91,8 +91,26 @@ def test_the_bytes_of_a_row_are_those_of_the_data(tmp_path, kind, dtype):
     from mpisim.data.load import load_data
 
     config = make_config(tmp_path, kind, model={"dtype": dtype})
-    x, targets = load_data(config).train_batch(np.arange(6))
-    assert x.nbytes + targets.nbytes == 6 * batch_row_bytes(config)
+    batch = load_data(config).train_batch(np.arange(6))
+    assert len(batch.arrays()) == 2
+    assert sum(array.nbytes for array in batch.arrays()) == 6 * batch_row_bytes(config)
+
+
+@pytest.mark.parametrize(("layout", "arrays"), [("packed", 3), ("padded", 2)])
+@pytest.mark.parametrize("length", [None, 5])
+def test_the_bytes_of_a_decoder_row_are_those_of_the_data(tmp_path, layout, arrays, length):
+    """Token ids, targets and, packed, the starts of documents, four bytes each."""
+    import numpy as np
+
+    from mpisim.data.load import load_data
+
+    config = make_config(
+        tmp_path, "text", model={"kind": "decoder"}, data={"layout": layout, "window": 12}
+    )
+    assert batch_row_bytes(config, length) == arrays * 4 * (length or 12)
+    batch = load_data(config).train_batch(np.arange(3))
+    assert len(batch.arrays()) == arrays
+    assert sum(array.nbytes for array in batch.arrays()) == 3 * batch_row_bytes(config)
 
 
 # --- check and plan show ---------------------------------------------------------------------

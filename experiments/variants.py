@@ -1,0 +1,149 @@
+"""What the experiments share: train variants of one config, collect their figures, write them down.
+
+An experiment is a config file, a list of `Variant` and a picture. Its results go to
+``runs/NAME/``: one run directory per variant, results.json, a table, the picture.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib.style
+from matplotlib.figure import Figure
+
+import mpisim
+from mpisim.config import load_config
+from mpisim.errors import MpisimError
+
+EXPERIMENTS = Path(__file__).parent
+sys.path.insert(0, str(EXPERIMENTS.parent / "plots"))
+
+from common import STYLE  # noqa: E402
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One run of an experiment."""
+
+    name: str
+    label: str
+    changes: tuple[str, ...] = ()
+    """``section.key=value`` texts."""
+    ranks: int = 2
+    may_fail: bool = False
+    """Whether the run may end early; what it logged until then counts."""
+
+
+@dataclass
+class Finished:
+    """What a variant left."""
+
+    variant: Variant
+    path: Path
+    summary: Row
+    """Empty if the run ended early."""
+    steps: list[Row]
+    evaluations: list[Row]
+    error: str = ""
+
+    @property
+    def losses(self) -> list[float]:
+        """Training loss of every step, nats."""
+        return [row["loss"] for row in self.steps]
+
+    @property
+    def skipped(self) -> list[int]:
+        """Steps that no rank made."""
+        return [row["step"] for row in self.steps if row["skipped"]]
+
+    @property
+    def median_step_s(self) -> float:
+        """Median seconds of a step, the first five left out."""
+        return statistics.median([row["step_s"] for row in self.steps[5:]] or [float("nan")])
+
+    @property
+    def heldout(self) -> Row:
+        """The last evaluation."""
+        return self.evaluations[-1] if self.evaluations else {}
+
+    def peak(self, category: str = "total") -> tuple[int, int]:
+        """Return the largest peak over ranks, measured and predicted, bytes."""
+        key = "peak_total" if category == "total" else "peak"
+        pairs = [
+            (entry["memory"][key], entry["predicted_memory"][key])
+            for entry in self.summary["ranks"]
+        ]
+        if category != "total":
+            pairs = [(measured[category], predicted[category]) for measured, predicted in pairs]
+        return max(pairs)
+
+    def sent_bytes(self, axis: str = "dp") -> tuple[int, int]:
+        """Return bytes that all ranks sent on an axis, measured and predicted."""
+        totals = [0, 0]
+        for entry in self.summary["ranks"]:
+            for place, kind in enumerate(("traffic", "predicted_traffic")):
+                for name, counts in entry[kind].items():
+                    if name.startswith(f"{axis} "):
+                        totals[place] += counts["sent_bytes"]
+        return totals[0], totals[1]
+
+
+def run_variants(name: str, variants: Sequence[Variant]) -> list[Finished]:
+    """Train every variant of experiment `name` and read back what it left."""
+    done = []
+    for variant in variants:
+        overrides = [f"run.dir=runs/{name}", f"run.name={variant.name}", *variant.changes]
+        config = load_config(EXPERIMENTS / name / f"{name}.toml", overrides)
+        print(f"== {name}: {variant.label}", flush=True)
+        error, summary = "", {}
+        path = Path(config.run.dir) / config.run.name
+        try:
+            summary = mpisim.run(config, ranks=variant.ranks, overwrite=True).summary
+        except MpisimError as failed:
+            if not variant.may_fail:
+                raise
+            error = str(failed)
+        lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]
+        done.append(
+            Finished(
+                variant, path, summary, [row for row in rows if "loss" in row],
+                [row for row in rows if "loss" not in row], error,
+            )
+        )  # fmt: skip
+    return done
+
+
+def largest_difference(run: Finished, other: Finished) -> float:
+    """Return the largest relative difference of two loss curves."""
+    return max(
+        (abs(a - b) / abs(b) for a, b in zip(run.losses, other.losses, strict=True)), default=0.0
+    )
+
+
+def table(rows: Sequence[Row], columns: dict[str, Callable[[Row], str]]) -> str:
+    """Return rows as a table in Markdown; `columns` maps a heading to what stands below it."""
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    lines += ["| " + " | ".join(show(row) for show in columns.values()) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def write(name: str, rows: Sequence[Row], text: str, draw: Callable[[Figure], None]) -> None:
+    """Write results.json, results.md and the picture to ``runs/NAME/`` and print the table."""
+    folder = Path("runs") / name
+    (folder / "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    (folder / "results.md").write_text(text + "\n", encoding="utf-8")
+    with matplotlib.style.context(STYLE):
+        fig = Figure()
+        draw(fig)
+        fig.savefig(folder / f"{name}.png")
+    print(text)
+    print(f"results: {folder / 'results.json'}, {folder / f'{name}.png'}")
