@@ -285,10 +285,12 @@ class FaultyTransport:
 
     def exchange(self, text: str) -> list[str]:
         """Collect one text per rank; faults do not touch it."""
+        self._release_all()
         return self.inner.exchange(text)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
+        self._release_all()
         self.inner.barrier()
 
     def abort(self, code: int) -> None:
@@ -344,3 +346,11 @@ class FaultyTransport:
             message._due_s = None
             if message._carrier is not None:
                 message._carrier.start()
+
+    def _release_all(self) -> None:
+        """Wait until nothing is held up: a small send that nobody waits for may still be."""
+        deadline = time.monotonic() + self.timeout_s
+        while self._late and time.monotonic() < deadline:
+            due_s = min(deadline, *(message._due_s for message in self._late))
+            time.sleep(max(0.0, due_s - time.monotonic()))
+            self._release()

@@ -173,10 +173,8 @@ def rotary_split(
         y = out.transpose(0, 2, 1, 3)
         _rotate(x[..., :half], x[..., half:], cos, sin, y[..., :half], y[..., half:])
     q_BHTK *= float(scale)
-    v_BGTK = np.ascontiguousarray(rows_BTHK[:, :, heads + kv_heads :].transpose(0, 2, 1, 3))
-    if v_BGTK.base is not None:
-        # With one head the transposed view is contiguous already; a result owns its memory.
-        v_BGTK = v_BGTK.copy()
+    # A copy even where the transposed view is contiguous: a result owns its memory.
+    v_BGTK = np.array(rows_BTHK[:, :, heads + kv_heads :].transpose(0, 2, 1, 3), order="C")
     return q_BHTK, k_BGTK, v_BGTK
 
 

@@ -26,11 +26,10 @@ from mpisim.nn.layers import (
     RngFor,
     Saved,
     as_rows,
-    normal_weights,
     wide_dtype,
 )
 from mpisim.nn.numerics import squared_norm, tile_slices
-from mpisim.nn.transformer import TABLE_STD
+from mpisim.nn.transformer import table_weights
 
 
 @dataclass(frozen=True)
@@ -259,7 +258,7 @@ class LanguageHead(PlainBackward):
     def init(self, rng_for: RngFor, dtype: np.dtype) -> Arrays:
         """Return ``{"weight": (V, D)}``."""
         shape = (self.vocab_size, self.d_model)
-        return {"weight": normal_weights(rng_for("weight"), shape, TABLE_STD, dtype)}
+        return {"weight": table_weights(rng_for("weight"), shape, dtype)}
 
     def forward(self, params: Arrays, x: np.ndarray, ctx: LayerContext) -> tuple[np.ndarray, Saved]:
         """Return the summed loss.

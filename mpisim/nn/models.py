@@ -104,7 +104,7 @@ class Model:
             for block in self.blocks
         )
 
-    def num_correct(self, saved: BlockSaved, targets: object = None) -> int | None:
+    def num_correct(self, saved: BlockSaved) -> int | None:
         """Count right answers of one microbatch.
 
         Parameters

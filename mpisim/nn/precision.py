@@ -136,6 +136,12 @@ class Policy:
         return self.compute != self.param
 
     @property
+    def dtypes(self) -> tuple[np.dtype, ...]:
+        """The distinct dtypes, widest first."""
+        names = dict.fromkeys((self.param, self.reduce, self.compute, self.wire))
+        return tuple(map(dtype_of, names))
+
+    @property
     def param_dtype(self) -> np.dtype:
         """Dtype of the parameters."""
         return dtype_of(self.param)

@@ -29,15 +29,6 @@ from mpisim.nn.layers import (
     wide_dtype,
 )
 
-TABLE_STD = 0.02
-"""Standard deviation of a fresh token table.
-
-The tied head multiplies normed activations (mean square 1) by it, so fresh logits have standard
-deviation ``0.02 * sqrt(D)``: 0.32 at D = 256, which adds 0.05 nats to the loss of a uniform guess.
-``1 / sqrt(D)`` would make it 1 at any width, add 0.5 nats, and let every token predict itself:
-with a tied table the input token is the row that its own embedding points at.
-"""
-
 
 @dataclass(frozen=True)
 class TokenEmbedding(PlainBackward):
@@ -52,7 +43,11 @@ class TokenEmbedding(PlainBackward):
     Backward: ``dweight[v]`` is the sum of ``dy[b, t]`` over the places where ``ids == v``, added in
     the order of the tokens; the ids have no gradient.
 
-    The table starts normal with mean 0 and standard deviation `TABLE_STD`.
+    The table starts normal with mean 0 and variance 1 / D: a row has length 1 at any width, and
+    the fresh logits of a tied head, whose inputs have mean square 1, have variance 1, which is
+    close to a uniform guess. The common 0.02 starts closer still but is too small beside what the
+    first block adds: with it a small decoder on text was 0.14 to 0.31 bits per byte behind after
+    240 steps, at learning rates of 0.001, 0.003 and 0.006.
     """
 
     vocab_size: int
@@ -67,7 +62,7 @@ class TokenEmbedding(PlainBackward):
     def init(self, rng_for: RngFor, dtype: np.dtype) -> Arrays:
         """Return ``{"weight": (V, D)}``."""
         shape = (self.vocab_size, self.d_model)
-        return {"weight": normal_weights(rng_for("weight"), shape, TABLE_STD, dtype)}
+        return {"weight": table_weights(rng_for("weight"), shape, dtype)}
 
     def forward(self, params: Arrays, x: np.ndarray, ctx: LayerContext) -> tuple[np.ndarray, Saved]:
         """Return the rows of the table.
@@ -381,6 +376,11 @@ class Dropout(NoParams):
             input_bytes=num_bytes,
             output_bytes=num_bytes,
         )
+
+
+def table_weights(rng: np.random.Generator, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
+    """Draw a fresh table of shape (V, D), see `TokenEmbedding`."""
+    return normal_weights(rng, shape, shape[1] ** -0.5, dtype)
 
 
 def require_length(num_tokens: int, max_len: int) -> None:

@@ -3,6 +3,7 @@
     load.py       run directory -> `Run`: plain data, no NumPy
     rows.py       `Run` -> flat rows, the one source of every number that is printed
     text.py       rows -> tables for people
+    compare*.py   two runs side by side
     traces.py     traces -> stalls and overlap (NumPy)
     perfetto.py   traces -> Chrome JSON (NumPy)
 

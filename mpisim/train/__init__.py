@@ -6,6 +6,9 @@
     record.py    what a run records about itself
     loop.py      what a rank does from joining the job to the last message
     console.py   what rank 0 shows while it runs
+    weights.py   the trained parameters as a safetensors file
+    sample.py    text from trained weights
+    worked.py    the worked example of accumulation and recompute
     api.py       `mpisim.run`
 
 Importing this package loads no NumPy: the command line checks a run directory with it.

@@ -31,6 +31,7 @@ from mpisim.train.console import Console
 from mpisim.train.record import digest, iso_time, resident_peak_bytes, run_record
 from mpisim.train.rundir import check_run_dir, create_run_dir, run_dir_of, write_json
 from mpisim.train.setup import Setup
+from mpisim.train.weights import WEIGHTS_FILE, save_weights
 
 
 def train_rank(config: RunConfig, job: Job, *, overwrite: bool = False) -> None:
@@ -62,6 +63,9 @@ def train_rank(config: RunConfig, job: Job, *, overwrite: bool = False) -> None:
 def train_on(transport: Transport, setup: Setup, job: Job, overwrite: bool) -> EngineState:
     """Train over a connected transport; returns this rank's final state."""
     config = setup.config
+    kernels = load_kernels(config.compute.kernels)
+    # Before the first message, so that no rank waits in one while another compiles.
+    kernels.prepare(*setup.policy.dtypes)
     data = load_data(config)
     sampler = Sampler(data.num_train, config.train.global_batch, config.run.seed)
     run_dir = _agree_and_create(transport, setup, data, overwrite)
@@ -81,7 +85,7 @@ def train_on(transport: Transport, setup: Setup, job: Job, overwrite: bool) -> E
         buckets=setup.full_plan().buckets, seed=config.run.seed, policy=setup.policy,
         algorithm=config.comm.algorithm, recorder=recorder, data_bytes=data.nbytes,
         overlap=config.parallel.overlap, loss_scale=setup.loss_scale(),
-        kernels=load_kernels(config.compute.kernels),
+        kernels=kernels,
     )  # fmt: skip
     trainer = _Trainer(transport, setup, job, data, sampler, state, run_dir)
     try:
@@ -257,11 +261,21 @@ class _Trainer:
         for rank, totals in enumerate(everyone):
             totals["predicted_traffic"] = self._predicted_traffic(rank)
             totals["predicted_memory"] = self._predicted_memory(rank)
+        save_weights(
+            self.run_dir / WEIGHTS_FILE,
+            self.state.master,
+            {
+                "run": self.config.run.name,
+                "committed_steps": str(self.state.committed),
+                "mpisim": mpisim.__version__,
+            },
+        )
         write_json(
             self.run_dir / "summary.json",
             {
                 "status": "done",
                 "steps": self.config.train.steps,
+                "kernels": self.state.kernels.name,
                 "committed_steps": self.state.committed,
                 "skipped_steps": self.state.loss_scale.num_skipped,
                 "wall_s": ended_s - self.started_s,

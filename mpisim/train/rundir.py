@@ -3,6 +3,7 @@
     run.json        config, seed, data, versions, host, ranks, start and end time
     metrics.jsonl   one line per step
     summary.json    totals of all ranks, predicted beside measured; written at the end
+    weights.safetensors  the trained parameters, by name; written at the end
     trace/          one file per rank
 
 Written by rank 0, except its trace file by every rank.

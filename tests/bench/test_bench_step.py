@@ -347,10 +347,11 @@ def test_rounds_that_others_disturbed_are_dropped(monkeypatch, shares, wanted, k
     now = [0.0]
     monkeypatch.setattr(step_rank, "foreign_share", lambda *_: left.pop(0))
     monkeypatch.setattr(step_rank, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    calls = {"a": 0, "b": 0}
+    calls, order = {"a": 0, "b": 0}, []
 
     def call(name, cost):
         def run():
+            order.append(name)
             calls[name] += 1
             now[0] += cost * calls[name]
 
@@ -361,4 +362,5 @@ def test_rounds_that_others_disturbed_are_dropped(monkeypatch, shares, wanted, k
     both = [call("a", 1.0), call("b", 10.0)]
     times, found = step_rank._rounds(OneRank(), both, wanted)
     assert found is quiet and not left
+    assert order[:4] == ["a", "b", "b", "a"]  # none always follows the same
     np.testing.assert_allclose(times, [[1 + n, 10.0 * (1 + n)] for n in kept])

@@ -200,6 +200,27 @@ def test_late_messages_of_a_pair_stay_in_order():
     assert job.results[1:] == [[0.0, 1.0, 2.0, 3.0], 9.0], job.errors
 
 
+@pytest.mark.parametrize("meet", ("exchange", "barrier"))
+def test_a_small_send_held_up_goes_out_although_its_rank_only_waits_for_all(meet):
+    """Nobody waits for the completion of a small send, so nobody polls for it either."""
+
+    def body(transport):
+        faulty = FaultyTransport(transport, [Delay(rank=2, number=0, seconds=0.2)])
+        group = Communicator(faulty)
+        mine = np.array([float(transport.rank)])
+        collected = np.zeros(3) if transport.rank == 0 else None
+        group.gather(mine, collected)
+        if meet == "exchange":
+            assert faulty.exchange(str(transport.rank)) == ["0", "1", "2"]
+        else:
+            faulty.barrier()
+        return collected
+
+    job = run_threads(body, 3, timeout_s=2.0)
+    assert not job.errors, job.errors
+    assert job.results[0].tolist() == [0.0, 1.0, 2.0]
+
+
 def test_a_dropped_message_is_dropped_once():
     """The same bound message goes through when it is started again."""
 

@@ -134,11 +134,12 @@ def test_residual_projections_start_smaller_with_depth():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_fresh_decoder_guesses_uniformly(tied):
+def test_a_fresh_decoder_is_close_to_a_uniform_guess(tied):
     model = small_decoder(vocab_size=200, d_model=64, num_heads=4, d_ff=0, tied=tied, max_len=16)
     ids, targets = token_batch(8, 16, vocab_size=200)
     loss = loss_of(model, init_params(model, 0, "float64"), ids, context(targets))
-    assert abs(loss / np.count_nonzero(targets >= 0) - math.log(200)) < 0.1
+    # Logits of variance 1 cost half a nat on targets that cannot be guessed.
+    assert abs(loss / np.count_nonzero(targets >= 0) - math.log(200) - 0.5) < 0.2
 
 
 # --- gradients -------------------------------------------------------------------------------
@@ -390,7 +391,9 @@ def test_skips_add_a_boundary_and_its_gradient():
 def test_a_layer_that_passes_its_input_on_is_not_added_to_in_place():
     block = Block("b", (("norm", RMSNorm(4, 0.1)), ("drop", Dropout(0.5, 0))), ((0, 1), (1, 2)))
     params = {"norm.weight": np.ones(4)}
-    x = floats((1, 2, 4))
+    (x,) = protect(floats((1, 2, 4)))
+    passing = Block("b", (("drop", Dropout(0.5, 0)),), ((0, 1),))
+    assert np.array_equal(passing.forward({}, x, context())[0], 2 * x)
     y, saved = block.forward(params, x, context())
     once = RMSNorm(4, 0.1).forward({"weight": np.ones(4)}, x, context())[0] + x
     assert np.allclose(y, 2 * once, rtol=1e-14)

@@ -127,7 +127,7 @@ def _turn(head, cos, sin):
 
 @pytest.mark.parametrize(
     ("batch", "time", "heads", "kv_heads", "size"),
-    [(2, 5, 4, 2, 8), (1, 7, 1, 1, 4), (3, 1, 6, 1, 2), (2, 3, 2, 2, 66)],
+    [(2, 5, 4, 2, 8), (1, 7, 1, 1, 4), (3, 1, 6, 1, 2), (2, 3, 2, 2, 66), (1, 1, 2, 2, 4)],
 )
 @pytest.mark.parametrize("with_positions", [False, True])
 def test_rotary_split_and_merge(

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from mpisim.nn.layers import Activation, Embedding, LayerContext, Linear
+from mpisim.nn.layers import Activation, Embedding, LayerContext, Linear, normal_weights
 from mpisim.nn.losses import MeanSquaredError, SoftmaxCrossEntropy
 from mpisim.nn.numerics import TILE_ELEMENTS, flat_view, squared_norm, tile_slices
 from mpisim.nn.precision import dtype_of, is_floating
@@ -386,6 +386,15 @@ def test_initial_weights_have_the_stated_variance(layer, variance):
     wide = layer.init(make_rng_for, np.dtype("f8"))["weight"]
     assert wide.dtype == np.float64
     assert np.array_equal(wide.astype(np.float32), params["weight"])
+
+
+def test_16_bit_weights_are_the_rounded_float32_weights():
+    # Rounding straight from float64 gives another number for one draw in 10,000 or so.
+    rng = np.random.default_rng
+    half = normal_weights(rng(1), (400, 1000), 1.0, np.dtype("f2"))
+    single = normal_weights(rng(1), (400, 1000), 1.0, np.dtype("f4"))
+    assert half.dtype == np.float16 and np.array_equal(half, single.astype("f2"))
+    assert not np.array_equal(half, normal_weights(rng(1), half.shape, 1.0, "f8").astype("f2"))
 
 
 def test_squared_norm_spans_tiles_and_does_not_overflow_float32():

@@ -299,6 +299,19 @@ def test_attention_equals_the_formulas_token_by_token(groups, packed):
     assert not saved[3][:, :, later].any()
 
 
+def test_positions_count_from_the_document_s_start():
+    # Scores would be the same from the row's start, but not bit for bit those of the row alone.
+    layer, x, ctx = case("attention_packed", "float32")
+    _, (q, k, _, _) = layer.forward({}, x, ctx)
+    parts = x.reshape(ROWS, LENGTH, 6, 2)
+    firsts = np.argwhere(np.arange(LENGTH) == STARTS)
+    assert len(firsts) == 6
+    for b, t in firsts:
+        assert np.array_equal(k[b, :, t], parts[b, t, 4:5])
+        assert np.array_equal(q[b, :, t], parts[b, t, :4] * np.float32(2**-0.5))
+    assert not np.array_equal(k[0, :, 4], parts[0, 4, 4:5])
+
+
 def test_rotary_scores_depend_on_the_distance_alone():
     cos, sin = rotary_tables(40, 8, 10000.0, np.dtype("f8"))
     q, k = floats(8), floats(8, seed=1)
@@ -393,15 +406,16 @@ def test_attention_counts_scores_in_full():
 # --- dropout ---------------------------------------------------------------------------------
 
 
-def test_dropout_zeroes_and_scales_and_backward_uses_the_same_mask():
+@pytest.mark.parametrize("site", [0, 2])
+def test_dropout_zeroes_and_scales_and_backward_uses_the_same_mask(site):
     x = np.ones((ROWS, LENGTH, 4))
     ctx = context(dropout=masks())
-    layer = Dropout(0.25, 0)
+    layer = Dropout(0.25, site)
     y, saved = layer.forward({}, x, ctx)
     assert saved == () and set(np.unique(y)) == {0.0, 1 / 0.75}
     dx, _ = layer.backward({}, saved, np.full_like(x, 3.0), ctx)
     assert np.array_equal(dx, 3 * y)
-    words = masks().words(0, x.shape)
+    words = masks().words(site, x.shape)
     assert np.array_equal(y > 0, words < np.uint64(3 * 2**62))
 
 
@@ -491,8 +505,8 @@ def test_language_head_refuses_bad_targets(targets, match):
 @pytest.mark.parametrize(
     ("layer", "name", "std"),
     [
-        (TokenEmbedding(400, 100, 8), "weight", 0.02),
-        (LanguageHead(400, 100), "weight", 0.02),
+        (TokenEmbedding(400, 100, 8), "weight", 0.1),
+        (LanguageHead(400, 100), "weight", 0.1),
         (Projection(400, (("a", 100), ("b", 3))), "a", 1 / 20),
         (Projection(400, (("a", 100),), 0.5), "a", 1 / 40),
     ],
