@@ -136,7 +136,7 @@ def test_residual_projections_start_smaller_with_depth():
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_fresh_decoder_is_close_to_a_uniform_guess(tied):
     model = small_decoder(vocab_size=200, d_model=64, num_heads=4, d_ff=0, tied=tied, max_len=16)
-    ids, targets = token_batch(8, 16, vocab_size=200)
+    ids, targets = token_batch(32, 16, vocab_size=200)
     loss = loss_of(model, init_params(model, 0, "float64"), ids, context(targets))
     # Logits of variance 1 cost half a nat on targets that cannot be guessed.
     assert abs(loss / np.count_nonzero(targets >= 0) - math.log(200) - 0.5) < 0.2
@@ -338,19 +338,24 @@ def test_specs_default_to_the_longest_row():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bit_storage_is_close_to_float32(dtype):
-    model, params, ids, ctx = make("dropout", "float32", STARTS)
-    half_params = {name: array.astype(dtype_of(dtype)) for name, array in params.items()}
-    params = {name: array.astype("f4") for name, array in half_params.items()}
-    loss, grads, _ = run(model, params, ids, ctx)
-    half_loss, half_grads, _ = run(model, half_params, ids, ctx)
+    model, fresh, ids, ctx = make("dropout", "float32", STARTS)
     unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
-    assert abs(half_loss - loss) < 8 * unit * loss
-    assert half_loss != loss
-    everything, half = (
-        np.concatenate([part.reshape(-1) for part in (each[name] for name in grads)])
-        for each in (grads, half_grads)
-    )
-    assert np.linalg.norm(half - everything) < 32 * unit * np.linalg.norm(everything)
+    errors = []
+    for seed in range(5):
+        half_params = {
+            name: array.astype(dtype_of(dtype)) for name, array in shaken(fresh, seed).items()
+        }
+        params = {name: array.astype("f4") for name, array in half_params.items()}
+        loss, grads, _ = run(model, params, ids, ctx)
+        half_loss, half_grads, _ = run(model, half_params, ids, ctx)
+        assert half_loss != loss and abs(half_loss - loss) < 2 * unit * loss
+        whole, half = (
+            np.concatenate([each[name].reshape(-1) for name in grads])
+            for each in (grads, half_grads)
+        )
+        errors.append(np.linalg.norm(half - whole) / np.linalg.norm(whole))
+    # A point where a norm divides by little multiplies every rounding: the median says more.
+    assert np.median(errors) < 16 * unit
 
 
 @pytest.mark.parametrize("dtype", STORED)
