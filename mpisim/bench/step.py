@@ -72,8 +72,8 @@ def bench_step(
     """
     if importlib.util.find_spec("torch") is None:
         raise ConfigError(
-            "PyTorch must be installed for `bench step`; got no module torch. Install it with: "
-            "pip install torch --index-url https://download.pytorch.org/whl/cpu."
+            "PyTorch must be installed for `bench step`; got no module torch. Install it beside "
+            "mpisim (pip install 'mpisim[torch]'; its CPU build is enough)."
         )
     config = bench_config(ranks, dtype, kernels, rows, overrides)
     options = {"config": config.model_dump(mode="json"), "rounds": rounds}

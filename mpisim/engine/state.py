@@ -54,6 +54,8 @@ class StepState:
     update_number: int = 0
     """Committed updates, this one included; 0 while evaluating."""
     loss_scale: float = 1.0
+    weights: dict[str, int] = field(default_factory=dict)
+    """Fingerprint of the working weights at the start of the update."""
     batches: dict[int, Batch] = field(default_factory=dict)
     flow: dict[int, np.ndarray] = field(default_factory=dict)
     """Output of the last block that ran forward, by microbatch."""

@@ -6,7 +6,7 @@ import numpy as np
 
 from mpisim.engine.handlers import HANDLERS
 from mpisim.engine.state import EngineState, LoadRows, StepState
-from mpisim.engine.update import abandon_step, require_clean_gradients
+from mpisim.engine.update import abandon_step, fingerprint, require_clean_gradients
 from mpisim.nn.optim import learning_rate
 from mpisim.plan.build import Plan
 from mpisim.plan.ops import WAIT_AXIS
@@ -68,6 +68,7 @@ class Engine:
         current.num_targets = sum(plan.rows[state.rank]) if num_targets is None else num_targets
         current.update_number = state.committed + 1
         current.loss_scale = state.loss_scale.value
+        current.weights = fingerprint(state)
         current.lr = learning_rate(
             state.committed, lr=settings.lr, warmup_steps=settings.warmup_steps,
             schedule=settings.schedule, min_lr_ratio=settings.min_lr_ratio,
@@ -83,7 +84,11 @@ class Engine:
     def evaluate(self, plan: Plan, step: int, load: LoadRows) -> StepState:
         """Run a forward-only plan; parameters stay as they are."""
         current = StepState(load, step)
-        self._run(plan, current)
+        try:
+            self._run(plan, current)
+        except BaseException:
+            abandon_step(self.state)
+            raise
         # What the evaluation moved belongs to no step.
         self.state.meter.traffic(self.state.dp)
         self.state.meter.traffic(self.state.control)

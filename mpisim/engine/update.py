@@ -40,6 +40,37 @@ def clear_gradients(state: EngineState) -> None:
         bucket.fill(0)
 
 
+def fingerprint(state: EngineState) -> dict[str, int]:
+    """Return a number per parameter that changes if any one of its values does.
+
+    A sum of words that wraps around: 20 us per MiB, so it can be taken twice a step.
+    """
+    sums = {}
+    for name, array in state.params.items():
+        flat = array.reshape(-1)
+        words = np.uint64 if array.nbytes % 8 == 0 else np.dtype(f"u{array.itemsize}")
+        sums[name] = int(np.add.reduce(flat.view(words), dtype=np.uint64))
+    return sums
+
+
+def require_same_weights(state: EngineState) -> None:
+    """Refuse gradients of weights that changed between microbatches: they are stale.
+
+    Raises
+    ------
+    BatchError
+        Something wrote to the weights since the update began.
+    """
+    now = fingerprint(state)
+    stale = [name for name, value in state.step.weights.items() if now[name] != value]
+    if stale:
+        raise BatchError(
+            f"weights must stay the same within an update; got other values in "
+            f"{', '.join(stale[:3])} in step {state.step.step}. No update was made. Change them "
+            f"between updates only."
+        )
+
+
 def check_gradients(state: EngineState) -> bool:
     """Take the global norm of the true gradient; return whether this rank saw a bad number.
 
@@ -68,6 +99,7 @@ def finish_update(state: EngineState) -> None:
         The scale is at its floor.
     """
     step = state.step
+    require_same_weights(state)
     if step.found_non_finite:
         _refuse(state)
         step.skipped = True
@@ -151,14 +183,16 @@ def true_gradients(state: EngineState) -> dict[str, np.ndarray]:
 def _may_overflow(state: EngineState) -> bool:
     """Tell whether finite gradients could still give an update that is not finite.
 
-    Squares overflow above the root of the largest number, 0/0 needs eps = 0, and a rate this large
-    moves a weight out of range; with none of these every intermediate value is finite.
+    Squares overflow above the root of the largest number, 0/0 needs eps = 0, a rate this large
+    moves a weight out of range, and decay above 1 makes it grow from step to step; with none of
+    these every intermediate value is finite.
     """
     step, settings = state.step, state.optimizer
     largest = float(np.finfo(state.policy.param_dtype).max)
     return bool(
         step.grad_norm > math.sqrt(largest) / 1e3
         or step.lr * (1.0 + settings.weight_decay) > 1e6
+        or step.lr * settings.weight_decay > 1.0
         or (settings.kind == "adamw" and settings.eps < 1e-30)
     )
 

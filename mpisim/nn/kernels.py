@@ -57,7 +57,7 @@ class Kernels(Protocol):
 
         Notes
         -----
-        Optional, and nothing to do for NumPy. Numba compiles here, about 6 s of one core for
+        Optional, and nothing to do for NumPy. Numba compiles here, 3 to 6 s of one core for
         float32 the first time and 0.3 s from the disk afterwards. Processes of one host take
         turns, so that one of them compiles and the others read what it stored.
         """

@@ -4,9 +4,9 @@ Everything that is compiled is in this one file: Numba's disk cache looks at the
 file that holds a function, not at the files of the functions it calls.
 
 Rules of the arithmetic. Products may be fused with sums ("contract"); where a loop adds up,
-additions may change order ("reassoc"), always in the same way for the same length. Flags that let
-the compiler assume finite numbers are not used, and neither is "arcp": the reciprocals it puts
-into vector loops turn 1 / inf into nan and differ from those of a loop's last elements. In Numba a
+additions may change order ("reassoc"), always in the same way for the same length. The flags that
+let the compiler assume finite numbers or estimate reciprocals are not used: with all of them, a
+vector loop makes nan of 1 / inf, and other bits than the loop for its last elements. In Numba a
 Python number would turn float32 work into float64, so constants are made with the array's type.
 
 Shape suffixes as in `kernels`; R rows of attention weights = B * H * T.

@@ -85,10 +85,13 @@ def sgd_update(
     for tile in tile_slices(param.size, scratch.size):
         p, addend = flats[0][tile], flats[1][tile]
         work = scratch[: p.size]
+        if weight_decay:
+            # The scale is applied to the sum, so that one tile of scratch is enough.
+            np.multiply(p, weight_decay / grad_scale, out=work)
+            work += addend
+            addend = work
         if grad_scale != 1.0:
             addend = np.multiply(addend, grad_scale, out=work)
-        if weight_decay:
-            addend = np.add(addend, p * weight_decay, out=work)
         if velocity is not None:
             v = flats[2][tile]
             v *= momentum

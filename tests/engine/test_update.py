@@ -415,8 +415,10 @@ def test_a_fixed_scale_ends_the_run_instead_of_skipping(kind):
         linear_model(), linear_steps(2, 2), start=ZERO, overlap=False,
         prepare=plant(write(bias=np.inf), rank=1, step=0), loss_scale=LossScale(kind, value),
     )  # fmt: skip
-    for error in job.errors.values():
-        assert "gradient norm must be finite" in str(error) and "No update was made" in str(error)
+    # A rank may see that another has ended before it raises itself.
+    text = str(next(iter(job.errors.values())))
+    assert "gradient norm must be finite" in text and "No update was made" in text
+    assert sorted(job.errors) == [0, 1]
     for state in outcome.states:
         assert state.committed == 0 and gradients_are_zero(state)
         assert not any(array.any() for array in state.params.values())
@@ -424,13 +426,14 @@ def test_a_fixed_scale_ends_the_run_instead_of_skipping(kind):
 
 
 def test_the_scale_never_grows_out_of_range():
-    """An infinite scale would be skipped for ever: half of it is infinite, too."""
-    scale = LossScale("dynamic", 2.0**1023, growth_interval=1)
-    for _ in range(3):
-        scale.commit()
-        assert math.isfinite(scale.value)
-    scale.skip(0)
-    assert scale.value == 2.0**1022
+    """A scale beyond float32 makes every seed infinite; half of infinity is infinite, too."""
+    for first in (2.0**120, 1e38, 3e38):
+        scale = LossScale("dynamic", first, growth_interval=1)
+        for _ in range(2000):
+            scale.commit()
+        assert first <= scale.value <= np.finfo(np.float32).max
+        scale.skip(0)
+        assert scale.value < np.finfo(np.float32).max / 2
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -781,7 +784,7 @@ BROKEN = {
         lambda b: b._replace(targets=with_value(b.targets, -2)), "targets must be",
     ),
     "starts after their token": (
-        lambda b: b._replace(starts=with_value(b.starts, 5)), "document starts",
+        lambda b: b._replace(starts=with_value(b.starts, 5)), "document's start must be",
     ),
     "starts of another shape": (
         lambda b: b._replace(starts=longer(b.starts)), "document starts",

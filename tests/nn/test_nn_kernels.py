@@ -296,11 +296,16 @@ def test_swiglu_by_hand(kernels, dtype):
     )
 
 
-def test_swiglu_of_gates_beyond_the_range_of_exp(kernels, dtype):
-    gate_up = np.array([[-1e4, 1e4, 2.0, 2.0]], dtype=dtype)
-    assert kernels.swiglu(gate_up).tolist() == [[0.0, 2e4]]
-    dz = np.ones((1, 2), dtype=dtype)
-    assert kernels.swiglu_backward(dz, gate_up).tolist() == [[0.0, 2.0, 0.0, 1e4]]
+@pytest.mark.parametrize("hidden", [2, 140])
+def test_swiglu_of_gates_beyond_the_range_of_exp(kernels, dtype, hidden):
+    # 140: the vectors of a compiled loop and its last elements.
+    gate_up = np.full((1, 2 * hidden), 2.0, dtype=dtype)
+    gate_up[0, :hidden] = np.resize([-1e4, 1e4], hidden)
+    assert kernels.swiglu(gate_up).tolist() == [[0.0, 2e4] * (hidden // 2)]
+    dz = np.ones((1, hidden), dtype=dtype)
+    dgate, dup = np.split(kernels.swiglu_backward(dz, gate_up)[0], 2)
+    assert dgate.tolist() == [0.0, 2.0] * (hidden // 2)
+    assert dup.tolist() == [0.0, 1e4] * (hidden // 2)
 
 
 @pytest.mark.parametrize("shape", [(1,), (7, 5), (2, 3, 1000), (40000,)])
@@ -316,13 +321,13 @@ def test_gelu_and_its_gradient(kernels, dtype, rng, shape):
 
 
 def test_gelu_at_known_points(kernels, dtype):
-    x = np.array([0.0, 1.0, -1.0, 50.0, -50.0], dtype=dtype)
+    x = np.array([0.0, 1.0, -1.0, 50.0, -50.0] * 30, dtype=dtype)
     np.testing.assert_allclose(
-        kernels.gelu(x), [0, 0.8411919906, -0.1588080094, 50, 0], rtol=2e-6, atol=1e-12
+        kernels.gelu(x), [0, 0.8411919906, -0.1588080094, 50, 0] * 30, rtol=2e-6, atol=1e-12
     )
     slope = kernels.gelu_backward(np.ones_like(x), x)
     np.testing.assert_allclose(
-        slope, [0.5, 1.0829640838, -0.0829640838, 1, 0], rtol=2e-6, atol=1e-12
+        slope, [0.5, 1.0829640838, -0.0829640838, 1, 0] * 30, rtol=2e-6, atol=1e-12
     )
 
 
