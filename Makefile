@@ -14,7 +14,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-mpich demo overlap test test-all lint format plots bench bench-mpich wheel clean
+.PHONY: help install install-mpich demo overlap accumulation recompute precision ranks test test-all lint format plots bench bench-step bench-mpich wheel clean
 
 help: ## List all targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +64,21 @@ overlap: install ## Measure how much of the gradient rings hides behind the back
 	$(BIN)/python experiments/overlap/overlap.py runs/overlap
 	@$(MAKE) plots RUN=runs/overlap
 
+# $(call experiment,NAME): trains all variants into runs/NAME and draws their picture.
+experiment = PYTHONPATH=experiments:plots $(BIN)/python experiments/$(1)/$(1).py
+
+accumulation: install ## K micro-batches: the same curve in less memory
+	$(call experiment,accumulation)
+
+recompute: install ## What backward keeps and computes again: bytes and time
+	$(call experiment,recompute)
+
+precision: install ## float32, bfloat16, float16: curves and skipped steps
+	$(call experiment,precision)
+
+ranks: install ## The same global batch on 1, 2 and 4 ranks: the same curve
+	$(call experiment,ranks)
+
 test: install install-mpich lint ## Run lint and all tests; the MPI tests with both MPIs
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 	$(BIN_MPICH)/python -m pytest -m mpi $(PYTEST_ARGS)
@@ -104,6 +119,13 @@ bench: install ## Measure collectives on 2 and 4 ranks, and the cost of tracing
 	$(BIN)/mpisim bench collectives --ranks 2
 	$(BIN)/mpisim bench collectives --ranks 4
 	$(BIN)/mpisim bench trace --ranks 2
+
+bench-step: install ## Measure a training step of the decoder beside PyTorch (installs it)
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python $(PIP_INSTALL) '.[torch]'
+	$(BIN)/mpisim bench step --kernels numpy
+	$(BIN)/mpisim bench step --kernels numba
+	$(BIN)/mpisim bench step --kernels numba --ranks 2
+	$(BIN)/mpisim bench step --kernels numba --dtype bfloat16
 
 bench-mpich: install-mpich ## The same collectives with MPICH
 	$(BIN_MPICH)/mpisim bench collectives --ranks 2

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib.style
+from common import STYLE
 from matplotlib.figure import Figure
 
 import mpisim
@@ -22,9 +22,6 @@ from mpisim.config import load_config
 from mpisim.errors import MpisimError
 
 EXPERIMENTS = Path(__file__).parent
-sys.path.insert(0, str(EXPERIMENTS.parent / "plots"))
-
-from common import STYLE  # noqa: E402
 
 Row = dict[str, Any]
 

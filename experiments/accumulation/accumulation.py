@@ -1,14 +1,9 @@
 """K micro-batches instead of one: the same curve, less memory.
 
-Usage: python experiments/accumulation/accumulation.py
+Run by `make accumulation`, which puts experiments/ and plots/ on the module path.
 """
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import MEASURED, PREDICTED, heading, whole_numbers
 from variants import Variant, largest_difference, run_variants, table, write

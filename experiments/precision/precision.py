@@ -1,16 +1,11 @@
 """float32, bfloat16 and float16 storage: curves, skipped steps, bytes.
 
-Usage: python experiments/precision/precision.py
+Run by `make precision`, which puts experiments/ and plots/ on the module path.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from common import BLUE, GREEN, ORANGE, PURPLE, VERMILION, heading, whole_numbers
+from common import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION, heading, whole_numbers
 from variants import Variant, run_variants, table, write
 
 HALF = ("precision.compute=float16", "precision.growth_interval=40")
@@ -23,10 +18,13 @@ VARIANTS = (
     ),
     Variant("float16-scaled", "float16, dynamic loss scale from 2^24",
             (*HALF, "precision.loss_scale=dynamic", "precision.init_scale=16777216.0")),
+    Variant("float16-small", "float16, seeds times 2^-12: those of 8 million tokens",
+            (*HALF, "precision.loss_scale=static", f"precision.init_scale={2.0**-12}")),
     Variant("float16-plain", "float16, no loss scale", (*HALF, "precision.loss_scale=none"),
             may_fail=True),
 )  # fmt: skip
-COLOURS = (BLUE, GREEN, ORANGE, VERMILION, PURPLE)
+COLOURS = (BLUE, GREEN, ORANGE, VERMILION, BLACK, PURPLE)
+WIDTHS = (6.0, 4.5, 3.0, 1.4, 1.4, 1.4)
 
 
 def main() -> None:
@@ -70,8 +68,8 @@ def main() -> None:
 
     def draw(fig) -> None:
         top, bottom = fig.subplots(2, 1, height_ratios=(3, 1), sharex=True)
-        for run, colour in zip(runs, COLOURS, strict=True):
-            top.plot(run.losses, color=colour, linewidth=1.4, label=run.variant.label)
+        for run, colour, width in zip(runs, COLOURS, WIDTHS, strict=True):
+            top.plot(run.losses, color=colour, linewidth=width, label=run.variant.label)
             bottom.step(
                 range(len(run.steps)), [row["loss_scale"] for row in run.steps], color=colour,
                 where="mid",

@@ -1,14 +1,9 @@
 """The same global batch on 1, 2 and 4 ranks: the same curve.
 
-Usage: python experiments/ranks/ranks.py
+Run by `make ranks`, which puts experiments/ and plots/ on the module path.
 """
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import BLUE, ORANGE, VERMILION, heading, whole_numbers
 from variants import Variant, largest_difference, run_variants, table, write

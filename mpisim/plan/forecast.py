@@ -212,6 +212,43 @@ def predict_memory(
     return forecast
 
 
+def retained_estimate(plan: Plan, rank: int, micro: int, specs: BlockSpecs) -> int:
+    """Return what a microbatch keeps between the forward of its loss and its backward, bytes.
+
+    Parameters
+    ----------
+    plan : Plan
+    rank, micro : int
+    specs : callable
+        Block specs for a number of rows and tokens per row.
+
+    Returns
+    -------
+    int
+        Saved activations and kept inputs, each array once. Not the batch itself, and no random
+        words: dropout draws them again.
+    """
+    keeps = {
+        op.block: op.keep
+        for op in plan.ranks[rank]
+        if isinstance(op, Forward) and op.micro == micro
+    }
+    boundaries: dict[tuple[int, int], int] = {}
+    total = 0
+    for number, spec in enumerate(specs(plan.rows[rank][micro], plan.length(rank, micro))):
+        keep = keeps[spec.name]
+        if keep == "input":
+            boundaries[number, 0] = spec.boundary_bytes(0)
+        elif keep in ("all", "selective"):
+            total += spec.extra_saved_bytes_for(keep)
+            for boundary in spec.saved_boundaries():
+                last = boundary == len(spec.layers)
+                key = (number + 1, 0) if last else (number, boundary)
+                boundaries[key] = spec.boundary_bytes(boundary)
+    boundaries.pop((0, 0), None)
+    return total + sum(boundaries.values())
+
+
 def comm_buffer_bytes(plan: Plan, rank: int, itemsize: int) -> int:
     """Return the bytes of scratch and control buffers that a rank's communicators hold."""
     mesh = plan.mesh

@@ -26,6 +26,7 @@ from mpisim.nn.models import Model
 from mpisim.nn.precision import Policy
 from mpisim.plan.build import Plan, build_train_plan
 from mpisim.plan.check import check_plan
+from mpisim.plan.forecast import retained_estimate
 from mpisim.plan.ops import Backward, Forward
 from mpisim.trace.recorder import Recorder
 
@@ -278,9 +279,9 @@ def _recomputation(rows: int) -> dict[str, Any]:
     words = again.steps[0].dropout_words
     sites = again.state.model.num_dropout_sites
     extra = again.steps[0].block_forwards - kept.steps[0].block_forwards
-    estimated = [estimated_bytes(again.plan, again.state.model, m) for m in range(micros)]
+    estimated = [_estimate(again, micro) for micro in range(micros)]
     measured = [entry["total"] for entry in again.retained]
-    retained_estimated = [estimated_bytes(kept.plan, kept.state.model, m) for m in range(micros)]
+    retained_estimated = [_estimate(kept, micro) for micro in range(micros)]
     retained_measured = [entry["total"] for entry in kept.retained]
     return {
         "dropout": DROPOUT,
@@ -310,6 +311,12 @@ def _recomputation(rows: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _estimate(run: Outcome, micro: int) -> int:
+    return retained_estimate(
+        run.plan, 0, micro, lambda r, length: run.state.model.spec(r, np.dtype("f8"), length)
+    )
+
+
 def _late_overflow(rows: int) -> dict[str, Any]:
     """Overflow in the last microbatch of the first update; the second one commits."""
     last = len(microbatches(rows)) - 1
@@ -332,31 +339,6 @@ def _late_overflow(rows: int) -> dict[str, Any]:
         "next_step_committed": not both.steps[1].skipped,
         "optimizer_steps_after_next": both.state.committed,
     }
-
-
-def estimated_bytes(plan: Plan, model: Model, micro: int) -> int:
-    """Return what a microbatch keeps between loss and backward, from the plan and specs alone."""
-    specs = model.spec(plan.rows[0][micro], np.dtype("f8"), plan.length(0, micro))
-    keeps = {
-        op.block: op.keep
-        for op in plan.ranks[0]
-        if isinstance(op, Forward) and op.micro == micro
-    }
-    boundaries: dict[tuple[int, int], int] = {}
-    total = 0
-    for number, spec in enumerate(specs):
-        keep = keeps[spec.name]
-        if keep == "input":
-            boundaries[number, 0] = spec.boundary_bytes(0)
-        elif keep in ("all", "selective"):
-            total += spec.extra_saved_bytes_for(keep)
-            for boundary in spec.saved_boundaries():
-                last = boundary == len(spec.layers)
-                key = (number + 1, 0) if last else (number, boundary)
-                boundaries[key] = spec.boundary_bytes(boundary)
-    # Token ids are the first block's input: data.
-    boundaries.pop((0, 0), None)
-    return total + sum(boundaries.values())
 
 
 def _compared(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> dict[str, Any]:

@@ -331,9 +331,7 @@ def moved(name: str, ranks: int, algorithm: str) -> list[dict]:
     policy = POLICIES[name]
     steps = [cut(packed_rows(6, 5), ranks, 2)] * 2
     options = {"policy": policy, "bucket_bytes": 1500, "algorithm": algorithm}
-    done = run_engine(
-        small_decoder(), steps, optimizer=ADAMW, loss_scale=scale_of(name), **options
-    )
+    done = run_engine(small_decoder(), steps, optimizer=ADAMW, loss_scale=scale_of(name), **options)
     plan = make_plans(small_decoder(), steps, **options)[0]
     assert plan.dtype == policy.wire
     rows = []

@@ -163,6 +163,7 @@ def test_what_is_retained_falls_with_every_mode():
     """Between the loss and its backward, in bytes of activations."""
     seen = []
     for recompute, every in (("none", 1), ("selective", 1), ("full", 1), ("full", 3)):
+
         def prepare(state):
             def observe(op):
                 if op == Forward(state.last, 0):
@@ -250,9 +251,7 @@ def test_a_replay_that_differs_in_one_bit_is_an_error(fault, every):
 
 @pytest.mark.parametrize("fault", [changed_starts])
 def test_attention_weights_that_differ_are_an_error(fault):
-    job, _ = start_engine(
-        small_decoder(), steps_of(2), recompute="selective", prepare=plant(fault)
-    )
+    job, _ = start_engine(small_decoder(), steps_of(2), recompute="selective", prepare=plant(fault))
     assert type(job.errors[0]) is RecomputeMismatch
     assert "attention weights computed again must equal" in str(job.errors[0])
 

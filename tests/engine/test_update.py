@@ -43,8 +43,8 @@ from mpisim.engine.state import EngineState
 from mpisim.engine.step import Engine
 from mpisim.engine.update import clear_gradients, true_gradients
 from mpisim.errors import BatchError, LossScaleError, MpisimError
-from mpisim.nn.losses import LanguageHead, MeanSquaredError, SoftmaxCrossEntropy
 from mpisim.nn.layers import LayerContext
+from mpisim.nn.losses import LanguageHead, MeanSquaredError, SoftmaxCrossEntropy
 from mpisim.nn.precision import Policy
 from mpisim.plan.ops import GatherMetrics, OptimizerStep, WaitSync
 
@@ -144,6 +144,9 @@ def test_c001_c002_tokens_weigh_the_same_wherever_they_are(layout):
     total = math.fsum(math.fsum(micros) for micros in sums)
     assert done.targets == [6]
     assert done.losses[0] == pytest.approx(total / 6, rel=1e-13)
+    rows = [batch for micros in parts for batch in micros]
+    whole = Batch(*(np.concatenate(arrays) for arrays in zip(*(b[:2] for b in rows), strict=True)))
+    assert_close(done.grads[0], run_engine(small_decoder(), [[[whole]]]).grads[0], 1e-14)
     if layout != "both":
         means = (alone(two) / 2 + alone(four) / 4) / 2
         assert abs(done.losses[0] - means) > 1e-6
@@ -222,9 +225,7 @@ def test_c009_the_denominator_is_the_number_of_terms_that_were_added(batch, coun
 def test_c011_the_logged_loss_has_no_factor(factor):
     """C011: not the scale's, and not the number of microbatches."""
     scale = LossScale("static", factor)
-    done = run_engine(
-        linear_model(), [[[rows_of([2**0.5])] * 8]], start=ZERO, loss_scale=scale
-    )
+    done = run_engine(linear_model(), [[[rows_of([2**0.5])] * 8]], start=ZERO, loss_scale=scale)
     assert done.losses[0] == pytest.approx(2.0, rel=1e-15)
 
 
@@ -965,9 +966,7 @@ def test_an_update_of_zero_by_zero_restores_everything(ranks):
 )
 def test_a_rate_that_leaves_the_range_restores_everything(settings):
     start = {WEIGHT: np.full((1, 1), 100.0), BIAS: np.zeros(1)}
-    job, outcome = start_engine(
-        linear_model(), linear_steps(1), start=start, optimizer=settings
-    )
+    job, outcome = start_engine(linear_model(), linear_steps(1), start=start, optimizer=settings)
     assert "the update must be finite" in str(job.errors[0])
     (state,) = outcome.states
     assert state.params[WEIGHT][0, 0] == 100.0 and state.params[BIAS][0] == 0.0

@@ -37,7 +37,7 @@ def test_what_a_finished_run_holds(tmp_path):
     assert done.path == tmp_path / "runs" / "run"
     assert sorted(snapshot(done.path)) == [
         "metrics.jsonl", "run.json", "summary.json", "trace", "trace/rank-0000.bin",
-        "trace/rank-0001.bin", "trace/rank-0002.bin",
+        "trace/rank-0001.bin", "trace/rank-0002.bin", "weights.safetensors",
     ]  # fmt: skip
 
 
