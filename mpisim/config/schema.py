@@ -48,8 +48,8 @@ class DataSection(Section):
     path: str | None = None
     """File for kind `text`, required there and refused elsewhere."""
     window: Annotated[int, Field(ge=1, le=4096)] = 8
-    """Tokens of a row (kinds stdlib and text). mlp: these bytes predict the next one; decoder: every
-    token of the row predicts its successor."""
+    """Tokens of a row (kinds stdlib and text). mlp: these bytes predict the next one; decoder:
+    every token of the row predicts its successor."""
     layout: Literal["packed", "padded"] = "packed"
     """How documents become rows of the decoder. `packed`: one after the other, rows are full and a
     token sees only its own document; `padded`: a row holds one document or a piece of one."""
@@ -121,7 +121,8 @@ class PrecisionSection(Section):
     """Dtype in which working weights, activations and their gradients are stored; `same` means
     model.dtype. 16-bit values are multiplied and added in float32."""
     reduce: Literal["same", "float32", "float64", "bfloat16", "float16"] = "same"
-    """Dtype in which gradients are added up over microbatches and ranks; `same` means model.dtype."""
+    """Dtype in which gradients are added up over microbatches and ranks; `same` means
+    model.dtype."""
     wire: Literal["same", "float32", "float64", "bfloat16", "float16"] = "same"
     """Dtype of gradients in messages; `same` means that of `reduce`."""
     loss_scale: Literal["auto", "none", "static", "dynamic"] = "auto"

@@ -251,9 +251,7 @@ class EngineState:
         self.plan_rows = plan.rows[self.rank]
         self.plan_lengths = plan.lengths[self.rank] if plan.lengths else ()
         self.plan_kinds = [type(op) for op in ops]
-        self.plan_keeps = {
-            (op.block, op.micro): op.keep for op in ops if isinstance(op, Forward)
-        }
+        self.plan_keeps = {(op.block, op.micro): op.keep for op in ops if isinstance(op, Forward)}
         self.replay_ends = replay_ends(ops, plan.blocks)
         self._masks = [None] * len(self.plan_rows)
         sites = self.model.num_dropout_sites

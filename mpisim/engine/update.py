@@ -135,9 +135,7 @@ def _commit(state: EngineState) -> None:
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         for name, master in state.master.items():
             _update_parameter(state, name, master, scale)
-    if backup is not None and not all(
-        np.isfinite(array).all() for array in _changed_arrays(state)
-    ):
+    if backup is not None and not all(np.isfinite(array).all() for array in _changed_arrays(state)):
         for array, old in zip(_changed_arrays(state), backup, strict=True):
             np.copyto(array, old)
         raise MpisimError(

@@ -190,8 +190,8 @@ def _execute(state: _RankState) -> None:
             if op.keep == "nothing":
                 before = (plan.blocks[plan.blocks.index(op.block) - 1], op.micro)
                 found = op.block != first and state.kept.get(before) in ("input", "nothing")
-                _require(state, found, "a forward that keeps nothing must follow one that keeps its "
-                         "input")  # fmt: skip
+                _require(state, found, "a forward that keeps nothing must follow one that keeps "
+                         "its input")  # fmt: skip
             state.kept[key] = op.keep
         elif op.block == last:
             state.loaded.discard(op.micro)
