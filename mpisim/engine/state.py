@@ -302,7 +302,7 @@ class EngineState:
         """Reduce a few numbers over all ranks; every rank gets the same bits."""
         array = self.scalars[op.kind]
         array[:] = values
-        return self.control.all_reduce(array)
+        return self.control.all_reduce(array, reduction=op.reduction)
 
 
 def _reserve_scratch(group: Communicator, summed: Iterable[np.ndarray]) -> None:

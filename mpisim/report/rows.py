@@ -150,6 +150,8 @@ def _loss(run: Run) -> list[Row]:
             "first_loss": first["loss"],
             "last_step": last["step"],
             "last_loss": last["loss"],
+            "skipped_steps": sum(bool(row.get("skipped")) for row in run.steps),
+            "last_loss_scale": last.get("loss_scale"),
         }
     ]
 

@@ -133,11 +133,17 @@ def _losses(run: Row, sections: dict[str, list[Row]]) -> list[str]:
         f"loss, {loss['unit']}: {_number(loss['first_loss'])} at step {loss['first_step']} -> "
         f"{_number(loss['last_loss'])} at step {loss['last_step']}"
     ]
+    if skipped := loss["skipped_steps"]:
+        lines.append(
+            f"skipped: {skipped} step{_s(skipped)} whose gradients were not finite; last loss scale "
+            f"{loss['last_loss_scale']:g}"
+        )
     heldout = sections.get("heldout", [])
     if heldout:
         lines.append("held out")
         name = heldout[0]["baseline"]
-        columns = [("step", ">"), ("rows", ">"), ("targets", ">"), ("loss", ">")]
+        has_targets = any(row["targets"] != row["rows"] for row in heldout)
+        columns = [("step", ">"), ("rows", ">"), *[("targets", ">")] * has_targets, ("loss", ">")]
         has_bytes = any(row["below_byte_baseline"] is not None for row in heldout)
         columns += [("bits/byte", ">"), ("perplexity", ">")] * has_bytes
         has_top1 = any(row["top1"] is not None for row in heldout)
@@ -145,9 +151,8 @@ def _losses(run: Row, sections: dict[str, list[Row]]) -> list[str]:
         columns += [("below unigram_bits_per_byte", ">")] * has_bytes
         table = []
         for row in heldout:
-            cells = [
-                str(row["step"]), f"{row['rows']:,}", f"{row['targets']:,}", _number(row["loss"]),
-            ]  # fmt: skip
+            cells = [str(row["step"]), f"{row['rows']:,}"]
+            cells += [f"{row['targets']:,}"] * has_targets + [_number(row["loss"])]
             if has_bytes:
                 cells += [_number(row["bits_per_byte"]), f"{row['perplexity']:,.2f}"]
             if has_top1:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planting import (
+from planting import BIAS, WEIGHT, (
     ADAMW,
     FLOAT16,
     FLOAT32,

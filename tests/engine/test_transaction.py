@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planting import ADAMW, FLOAT16, FLOAT32, decoder_steps, linear_steps
+from planting import ADAMW, BIAS, FLOAT16, FLOAT32, WEIGHT, decoder_steps, linear_steps
 from small_jobs import (
     FLOAT64,
     VOCAB,

@@ -1,4 +1,4 @@
-"""What weighs how much in one update, its norm, its rate (B1, B2; classes A, C, D of cases.jsonl)."""
+"""What weighs how much in one update, its norm and its rate (B1, B2; classes A, C, D)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from planting import ADAMW, ZERO, decoder_steps, linear_steps, plant, write
+from planting import ADAMW, BIAS, WEIGHT, ZERO, decoder_steps, linear_steps, plant, write
 from small_jobs import (
     VOCAB,
     after_backward,
