@@ -15,6 +15,7 @@ from mpisim.engine.metrics import fill_metrics
 from mpisim.engine.state import EngineState
 from mpisim.engine.update import check_gradients, finish_update
 from mpisim.errors import BatchError, RecomputeMismatch
+from mpisim.nn.precision import is_floating
 from mpisim.plan.ops import (
     Backward,
     Forward,
@@ -39,6 +40,8 @@ def load_batch(state: EngineState, op: LoadBatch) -> None:
             f"microbatch {op.micro} must have inputs of shape {wanted} and as many targets; got "
             f"{batch.x.shape} and {batch.targets.shape}. Give the plan the shapes of the data."
         )
+    if is_floating(batch.x.dtype) and batch.x.dtype != state.policy.compute_dtype:
+        batch = batch._replace(x=state.kernels.narrow(batch.x, state.policy.compute_dtype))
     state.ledger.hold("data", *batch.arrays())
     step.batches[op.micro] = batch
     step.flow[op.micro] = batch.x

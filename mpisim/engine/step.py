@@ -7,6 +7,7 @@ import numpy as np
 from mpisim.engine.handlers import HANDLERS
 from mpisim.engine.state import EngineState, LoadRows, StepState
 from mpisim.engine.update import abandon_step, fingerprint, require_clean_gradients
+from mpisim.errors import CommError
 from mpisim.nn.optim import learning_rate
 from mpisim.plan.build import Plan
 from mpisim.plan.ops import WAIT_AXIS
@@ -60,7 +61,8 @@ class Engine:
         Notes
         -----
         Whatever is raised, parameters, moments, counters, schedule and loss scale are bit for bit
-        what they were, and the gradients are zero.
+        what they were, and the gradients are zero; but gradients that are not zero at the start
+        stay as they were found.
         """
         state, settings = self.state, self.state.optimizer
         require_clean_gradients(state)
@@ -99,6 +101,12 @@ class Engine:
         recorder = state.recorder
         ops = plan.ranks[state.rank]
         number = self._register(plan)
+        if not state.dp.idle:
+            # Their messages would be taken for those of this step.
+            raise CommError(
+                f"collectives of a step that failed must be finished before the next one; got some "
+                f"of axis dp unfinished at the start of step {current.step}. End the job."
+            )
         state.enter(plan, current)
         recorder.step = current.step
         stamp, clock, dp = recorder.op_stamps.append, recorder.clock, state.dp

@@ -78,6 +78,8 @@ def check_gradients(state: EngineState) -> bool:
     many blocks or ranks share it, so each is counted once.
     """
     step = state.step
+    # Here and not later: a rank that refuses must do so before any other commits.
+    require_same_weights(state)
     total = sum(squared_norm(bucket) for bucket in state.buckets)
     step.grad_norm = math.sqrt(total) / step.loss_scale if total >= 0 else math.nan
     if not math.isfinite(total) and all(np.isfinite(bucket).all() for bucket in state.buckets):
@@ -99,7 +101,6 @@ def finish_update(state: EngineState) -> None:
         The scale is at its floor.
     """
     step = state.step
-    require_same_weights(state)
     if step.found_non_finite:
         _refuse(state)
         step.skipped = True

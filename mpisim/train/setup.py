@@ -66,7 +66,9 @@ def batch_row_bytes(config: RunConfig, length: int | None = None) -> int:
         arrays = 3 if data.layout == "packed" else 2
         return arrays * 4 * (length or data.window)
     if data.kind == "regression":
-        return (data.num_features + data.num_targets) * np.dtype(config.model.dtype).itemsize
+        policy = policy_of(config.model.dtype, config.precision)
+        features = data.num_features * policy.compute_itemsize
+        return features + data.num_targets * policy.param_itemsize
     return data.window + 1
 
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planting import BIAS, WEIGHT, (
+from planting import (
     ADAMW,
+    BIAS,
     FLOAT16,
     FLOAT32,
     SGD,
+    WEIGHT,
     ZERO,
     decoder_steps,
     linear_steps,
@@ -79,6 +81,8 @@ def test_c019_what_one_rank_sees_all_ranks_skip(where, rank, bad):
         assert (state.loss_scale.value, state.loss_scale.num_skipped) == (1.0, 1)
         assert state.committed == 0 and gradients_are_zero(state)
         assert not any(array.any() for array in state.params.values())
+        # The maximum of the flags, not how many ranks saw it.
+        assert state.scalars["non_finite"].tolist() == [1]
 
 
 def test_c019_a_rank_without_rows_takes_part():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,9 @@ from planting import ADAMW, BIAS, FLOAT16, FLOAT32, WEIGHT, decoder_steps, linea
 from small_jobs import (
     FLOAT64,
     VOCAB,
+    after_backward,
     assert_close,
+    bits_of,
     copies,
     gradients_are_zero,
     linear_model,
@@ -32,9 +35,9 @@ from mpisim.data.batch import Batch
 from mpisim.engine.loss_scale import LossScale
 from mpisim.engine.step import Engine
 from mpisim.engine.update import clear_gradients
-from mpisim.errors import BatchError, MpisimError
+from mpisim.errors import BatchError, CommError, MpisimError, PeerLost
 from mpisim.nn.precision import Policy
-from mpisim.plan.ops import OptimizerStep, WaitSync
+from mpisim.plan.ops import LoadBatch, OptimizerStep, StartSync, WaitSync
 
 
 def good_then_bad(
@@ -150,6 +153,100 @@ def test_dirty_gradients_are_refused(value):
         clear_gradients(state)
 
     good_then_bad(bad)
+
+
+@pytest.mark.parametrize("policy", [FLOAT64, FLOAT16])
+def test_weights_that_change_within_an_update_are_refused(policy):
+    """B6, stale weights: half of the gradients would belong to another function."""
+
+    def bad(engine, plan, mine):
+        state = engine.state
+        weight = state.params["block2.qkv.key"]
+        before = weight.copy()
+        after_backward(state, 0, lambda state: weight.__setitem__((1, 1), 0.5))
+        with pytest.raises(BatchError, match=r"weights must stay .* block2\.qkv\.key in step 2"):
+            engine.train_step(plan, 2, copies(mine), num_targets(mine))
+        state.observe_op = None
+        weight[...] = before
+
+    good_then_bad(bad, policy=policy)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("what", ["weights", "count", "shape"])
+def test_what_only_one_rank_refuses_no_rank_commits(rank, what):
+    """B6: the others learn of it before they decide, so no replica is ahead of another."""
+    steps = decoder_steps(2, 2, 2)
+    if what == "shape":
+        steps[1][rank][1] = Batch(*map(longer, steps[1][rank][1]))
+
+    def prepare(state):
+        def act(state):
+            if what == "weights":
+                state.params["block2.qkv.key"][1, 1] += 1.0
+            elif what == "count":
+                state.step.num_targets += 1
+
+        if state.rank == rank:
+            after_backward(state, 0, act, step=1)
+
+    if what == "shape":
+        plans = make_plans(small_decoder(), decoder_steps(2, 2, 2))
+
+    def body(transport):
+        state = make_state(transport, small_decoder(), plans[0], optimizer=ADAMW)
+        states[transport.rank] = state
+        engine = Engine(state, 2)
+        for number, parts in enumerate(steps):
+            mine = parts[transport.rank]
+            engine.train_step(plans[number], number, copies(mine), num_targets(mine))
+
+    if what == "shape":
+        states = [None, None]
+        job = run_threads(body, 2)
+    else:
+        job, outcome = start_engine(small_decoder(), steps, optimizer=ADAMW, prepare=prepare)
+        states = outcome.states
+    assert type(job.errors[rank]) is BatchError
+    assert isinstance(job.errors[1 - rank], PeerLost)
+    want = run_engine(small_decoder(), decoder_steps(1, 2, 2), optimizer=ADAMW, total_steps=2)
+    for state, same in zip(states, want.states, strict=True):
+        assert state.committed == 1 and gradients_are_zero(state)
+        assert snapshot(state)["moments"] == snapshot(same)["moments"]
+        if what != "weights" or state.rank != rank:
+            assert bits_of(state.params) == bits_of(same.params)
+
+
+def test_no_step_follows_one_that_failed_with_gradients_on_their_way():
+    """What was sent for the failed step would be added into the next one, without a word."""
+    steps = decoder_steps(2, 2, 1)
+    plans = make_plans(small_decoder(), steps, bucket_bytes=1)
+    finished = threading.Barrier(2, timeout=20.0)
+
+    def body(transport):
+        state = make_state(transport, small_decoder(), plans[0], optimizer=ADAMW)
+        engine, before = Engine(state, 2), snapshot(state)
+
+        def observe(op):
+            # Rank 1 fails before it starts what rank 0 has started.
+            if isinstance(op, LoadBatch if transport.rank else StartSync):
+                raise MadeUpError
+
+        state.observe_op = observe
+        mine = steps[0][transport.rank]
+        with pytest.raises(MadeUpError):
+            engine.train_step(plans[0], 0, copies(mine), num_targets(mine))
+        state.observe_op = None
+        assert state.dp.idle is (transport.rank == 1)
+        if transport.rank == 0:
+            mine = steps[1][0]
+            with pytest.raises(CommError, match=r"a step that failed must be finished .* step 1\."):
+                engine.train_step(plans[1], 1, copies(mine), num_targets(mine))
+        assert snapshot(state) == before and gradients_are_zero(state)
+        finished.wait()
+
+    job = run_threads(body, 2, timeout_s=20.0)
+    assert not job.errors, job.errors
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
