@@ -135,7 +135,7 @@ def _losses(run: Row, sections: dict[str, list[Row]]) -> list[str]:
     ]
     if skipped := loss["skipped_steps"]:
         lines.append(
-            f"skipped: {skipped} step{_s(skipped)} whose gradients were not finite; last loss scale "
+            f"skipped: {skipped} step{_s(skipped)} with gradients that are not finite; last scale "
             f"{loss['last_loss_scale']:g}"
         )
     heldout = sections.get("heldout", [])

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from mpisim.config.schema import RunConfig
 from mpisim.cost.price import Priced, price_rank
 from mpisim.data.sampler import microbatch_bounds, shard_rows

@@ -91,7 +91,7 @@ def test_what_makes_the_sides_differ_is_refused(override, words):
 def test_without_pytorch_it_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("mpisim.bench.step.start_ranks", lambda *_: pytest.fail("was started"))
-    with pytest.raises(ConfigError, match="PyTorch must be installed.*pip install torch"):
+    with pytest.raises(ConfigError, match=r"PyTorch must be .*'mpisim\[torch\]'"):
         bench_step()
 
 
