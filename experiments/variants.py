@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 import mpisim
 from mpisim.config import load_config
 from mpisim.errors import MpisimError
+from mpisim.report import load_run
 
 EXPERIMENTS = Path(__file__).parent
 
@@ -108,14 +109,8 @@ def run_variants(name: str, variants: Sequence[Variant]) -> list[Finished]:
             if not variant.may_fail:
                 raise
             error = str(failed)
-        lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines]
-        done.append(
-            Finished(
-                variant, path, summary, [row for row in rows if "loss" in row],
-                [row for row in rows if "loss" not in row], error,
-            )
-        )  # fmt: skip
+        run = load_run(path)
+        done.append(Finished(variant, path, summary, run.steps, run.evaluations, error))
     return done
 
 

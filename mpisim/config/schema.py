@@ -189,7 +189,7 @@ class TrainSection(Section):
     """How long, and in what pieces."""
 
     steps: PositiveInt = 100
-    """Optimizer updates."""
+    """Batches to train on; one whose gradients are not finite may be skipped, without an update."""
     global_batch: PositiveInt = 256
     """Rows of one update, over all ranks and microbatches; the layout never changes it."""
     num_microbatches: PositiveInt = 1

@@ -32,7 +32,7 @@ class Batch(NamedTuple):
     @property
     def num_targets(self) -> int:
         """Valid targets: rows, or positions whose target is not `IGNORED`."""
-        if self.targets.ndim == 2 and self.targets.dtype.kind == "i":
+        if self.targets.ndim == 2 and self.targets.dtype.kind in "iu":
             return int(np.count_nonzero(self.targets != IGNORED))
         return len(self.targets)
 

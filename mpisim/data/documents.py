@@ -96,8 +96,16 @@ class _Rows:
         self.num_tokens = int(stream.offsets[-1])
         self.num_targets = self.num_tokens - (len(stream.offsets) - 1)
         if self.is_packed:
-            self.num_rows = -(-self.num_tokens // window)
-            end = self.num_rows * window + 1
+            count = -(-self.num_tokens // window)
+            ends = np.bincount((stream.offsets[1:] - 1) // window, minlength=count)
+            # A row of last tokens only has nothing to predict and is no row.
+            length = np.full(count, window)
+            length[-1:] = self.num_tokens - (count - 1) * window
+            kept = np.flatnonzero(length > ends)
+            self.num_rows = len(kept)
+            # Long rows leave no gap, and then their numbers need not be stored.
+            self.numbers = kept if len(kept) < count else None
+            end = count * window + 1
         else:
             # The last token of a document predicts nothing and is not an input.
             pieces = -(-(np.diff(stream.offsets) - 1) // window)
@@ -112,8 +120,9 @@ class _Rows:
 
     @property
     def nbytes(self) -> int:
-        before = 0 if self.is_packed else self.rows_before.nbytes
-        return self.tokens.nbytes + self.offsets.nbytes + before
+        rows = self.numbers if self.is_packed else self.rows_before
+        kept = 0 if rows is None else rows.nbytes
+        return self.tokens.nbytes + self.offsets.nbytes + kept
 
     def batch(self, indices_B: np.ndarray) -> Batch:
         first_B, inputs_B = self.places(indices_B)
@@ -132,7 +141,8 @@ class _Rows:
     def places(self, indices_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return where in the stream each row begins and how many inputs it has."""
         if self.is_packed:
-            first_B = indices_B * self.window
+            first_B = indices_B if self.numbers is None else self.numbers[indices_B]
+            first_B = first_B * self.window
             return first_B, np.minimum(self.window, self.num_tokens - first_B)
         document_B = np.searchsorted(self.rows_before, indices_B, side="right") - 1
         first_B = indices_B - self.rows_before[document_B]
@@ -264,7 +274,7 @@ class DecoderData:
     @property
     def has_bytes(self) -> bool:
         """Whether ids below 256 are bytes, so that bits per byte mean something."""
-        return self.vocab_size == VOCAB_SIZE
+        return self.vocab_size == VOCAB_SIZE or "num_bytes" in self._source
 
     def train_batch(self, indices: np.ndarray) -> Batch:
         """Return training rows.

@@ -18,6 +18,7 @@ from mpisim.errors import BatchError, RecomputeMismatch
 from mpisim.nn.precision import is_floating
 from mpisim.plan.ops import (
     Backward,
+    CheckGradients,
     Forward,
     GatherMetrics,
     LoadBatch,
@@ -40,13 +41,12 @@ def load_batch(state: EngineState, op: LoadBatch) -> None:
             f"microbatch {op.micro} must have inputs of shape {wanted} and as many targets; got "
             f"{batch.x.shape} and {batch.targets.shape}. Give the plan the shapes of the data."
         )
-    if is_floating(batch.x.dtype) and batch.x.dtype != state.policy.compute_dtype:
+    if state.policy.has_master and is_floating(batch.x.dtype):
         batch = batch._replace(x=state.kernels.narrow(batch.x, state.policy.compute_dtype))
     state.ledger.hold("data", *batch.arrays())
     step.batches[op.micro] = batch
     step.flow[op.micro] = batch.x
     step.loaded_targets += batch.num_targets
-    step.loaded_bytes += batch.num_bytes
 
 
 def forward(state: EngineState, op: Forward) -> None:
@@ -96,7 +96,8 @@ def recompute(state: EngineState, op: Recompute) -> None:
         ledger.drop(*_owned(block.saved_arrays(trimmed), step, op.micro))
         return
     x = step.inputs.pop(key)
-    y, saved = block.forward(params, x, ctx)
+    between = None if state.dp.idle else state.dp.advance
+    y, saved = block.forward(params, x, ctx, between=between)
     step.block_forwards += 1
     ledger.hold("activations", *_owned(block.saved_arrays(saved), step, op.micro), y)
     step.saved[key] = saved
@@ -182,14 +183,16 @@ def reduce_scalars(state: EngineState, op: ReduceScalars) -> None:
         total = state.sum_scalars(op, [step.loss_sum, step.num_correct])
         step.global_loss_sum, step.global_correct = float(total[0]), int(total[1])
     elif op.kind == "non_finite":
-        bad = check_gradients(state)
-        step.found_non_finite = bool(state.sum_scalars(op, [bad])[0])
+        step.found_non_finite = bool(state.sum_scalars(op, [step.non_finite_here])[0])
     else:
-        total = state.sum_scalars(
-            op, [step.loss_sum, step.num_correct, step.loaded_targets, step.loaded_bytes]
-        )
+        total = state.sum_scalars(op, [step.loss_sum, step.num_correct, step.loaded_targets])
         step.global_loss_sum = float(total[0])
-        step.global_correct, step.global_targets, step.global_bytes = map(int, total[1:])
+        step.global_correct, step.global_targets = map(int, total[1:])
+
+
+def look_at_gradients(state: EngineState, op: CheckGradients) -> None:
+    """Take the global norm and note whether this rank saw a bad number."""
+    check_gradients(state)
 
 
 def optimizer_step(state: EngineState, op: OptimizerStep) -> None:
@@ -202,7 +205,8 @@ def gather_metrics(state: EngineState, op: GatherMetrics) -> None:
     fill_metrics(state)
     collected = state.control.gather(state.metrics, state.all_metrics)
     if collected is not None:
-        state.step.metrics = collected.reshape(state.mesh.size, -1)
+        # A copy: the buffer serves every step.
+        state.step.metrics = collected.reshape(state.mesh.size, -1).copy()
 
 
 HANDLERS: dict[type[Op], Callable[[EngineState, Op], None]] = {
@@ -213,6 +217,7 @@ HANDLERS: dict[type[Op], Callable[[EngineState, Op], None]] = {
     StartSync: start_sync,
     WaitSync: wait_sync,
     ReduceScalars: reduce_scalars,
+    CheckGradients: look_at_gradients,
     OptimizerStep: optimizer_step,
     GatherMetrics: gather_metrics,
 }

@@ -70,18 +70,17 @@ class StepState:
     loss_sum: float = 0.0
     num_correct: int = 0
     loaded_targets: int = 0
-    loaded_bytes: int = 0
-    """Loaded targets, and those of them that are bytes."""
     global_targets: int = 0
     global_loss_sum: float = 0.0
     global_correct: int = 0
-    global_bytes: int = 0
     block_forwards: int = 0
     """Block forwards that ran, replays included."""
     dropout_words: int = 0
-    """Random words that the dropout sites of the update own; replays draw no others."""
+    """Random words that the dropout sites of the update own: the counter after all forwards."""
     grad_norm: float = 0.0
     """Global norm of the true gradient: loss scale divided out, before clipping."""
+    non_finite_here: bool = False
+    """A gradient or loss of this step is not finite, as far as this rank sees."""
     found_non_finite: bool = False
     """A gradient or loss of this step is not finite, on some rank."""
     skipped: bool = False
@@ -185,6 +184,8 @@ class EngineState:
         self.step: StepState | None = None
         self.committed = 0
         """Updates made so far; skipped steps do not count."""
+        self.broken = False
+        """An update was cut off in the middle of changing the weights."""
         self.plan_rows: tuple[int, ...] = ()
         self.plan_lengths: tuple[int, ...] = ()
         self.plan_kinds: list[type[Op]] = []
@@ -194,6 +195,8 @@ class EngineState:
         self.observe_gradients: Callable[[dict[str, np.ndarray]], None] | None = None
         """Called before a commit with copies of the true gradients, by name: loss scale divided
         out, before clipping."""
+        self.observe_draws: Callable[[int, int], None] | None = None
+        """Called with start and end of every range of dropout words that is drawn."""
         self.observe_op: Callable[[Op], None] | None = None
         """Called after every op of a step; tests plant faults here."""
 
@@ -261,14 +264,16 @@ class EngineState:
     def _reserve_dropout(self, plan: Plan, sites: int) -> None:
         """Give every dropout site its range of words: the logical array of the whole update."""
         longest = max(map(max, plan.lengths)) if plan.lengths else self.model.input_width
-        rows = sum(map(sum, plan.rows))
+        group = self.mesh.group(self.rank, "dp")
+        rows = sum(sum(plan.rows[rank]) for rank in group)
         width = self.model.d_model
         self.step.dropout_words = words_per_update(sites, rows, longest, width)
         key = dropout_key(self.seed, self.committed)
-        index = self.mesh.coordinate(self.rank)["dp"]
-        first = sum(sum(plan.rows[rank]) for rank in range(index))
+        first = sum(sum(plan.rows[rank]) for rank in group[: group.index(self.rank)])
         for micro, count in enumerate(self.plan_rows):
-            self._masks[micro] = DropoutMasks(key, rows, longest, width, first)
+            self._masks[micro] = DropoutMasks(
+                key, rows, longest, width, first, on_draw=self.observe_draws
+            )
             first += count
 
     def context(self, block: str, micro: int) -> LayerContext:

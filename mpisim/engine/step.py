@@ -6,7 +6,7 @@ import numpy as np
 
 from mpisim.engine.handlers import HANDLERS
 from mpisim.engine.state import EngineState, LoadRows, StepState
-from mpisim.engine.update import abandon_step, fingerprint, require_clean_gradients
+from mpisim.engine.update import abandon_step, fingerprint, require_clean_start
 from mpisim.errors import CommError
 from mpisim.nn.optim import learning_rate
 from mpisim.plan.build import Plan
@@ -60,12 +60,13 @@ class Engine:
 
         Notes
         -----
-        Whatever is raised, parameters, moments, counters, schedule and loss scale are bit for bit
-        what they were, and the gradients are zero; but gradients that are not zero at the start
-        stay as they were found.
+        What is raised before the commit leaves parameters, moments, counters, schedule and loss
+        scale bit for bit as they were and the gradients zero (but gradients that are not zero at
+        the start stay as they were found). What fails after it finds the update made:
+        `EngineState.committed` tells.
         """
         state, settings = self.state, self.state.optimizer
-        require_clean_gradients(state)
+        require_clean_start(state)
         current = StepState(load, step)
         current.num_targets = sum(plan.rows[state.rank]) if num_targets is None else num_targets
         current.update_number = state.committed + 1

@@ -1,9 +1,16 @@
 """One logical update as a transaction: all of it happens on every rank, or nothing does.
 
 The handlers gather gradients of ``S * sum of losses / N`` with the loss scale S and the valid
-targets N of the whole update; here the flag is agreed on, the norm taken once, and the step
-committed or skipped. Whatever fails leaves parameters, moments, step count, schedule and scale as
-they were, and the gradients zero.
+targets N of the whole update. Then, in this order:
+
+    check    weights unchanged? norm and loss finite? (CheckGradients, each rank for itself)
+    agree    one flag, the maximum over ranks (ReduceScalars non_finite)
+    commit   or skip: parameters, moments, step count, scale (OptimizerStep, the same everywhere)
+
+What fails up to the agreement leaves parameters, moments, step count, schedule and scale as they
+were, and the gradients zero. A commit that could give a number that is not finite is made on top
+of a copy and taken back. What fails after it (the figures' gather, a full disk) finds the update
+made; `EngineState.committed` says which it was.
 """
 
 from __future__ import annotations
@@ -17,15 +24,24 @@ from mpisim.errors import BatchError, MpisimError
 from mpisim.nn.numerics import squared_norm
 from mpisim.nn.optim import adamw_update, clip_coefficient, decay_applies, sgd_update
 
+FLOAT16_MAX = 65504.0
 
-def require_clean_gradients(state: EngineState) -> None:
-    """Refuse to start an update on gradients that are not zero.
+
+def require_clean_start(state: EngineState) -> None:
+    """Refuse to start an update on gradients that are not zero, or on half an update.
 
     Raises
     ------
     BatchError
-        Something wrote to them since the last update.
+        Something wrote to the gradients since the last update.
+    MpisimError
+        An update was cut off while it changed the weights.
     """
+    if state.broken:
+        raise MpisimError(
+            "weights must be those of a whole update; got some of an update that was cut off. "
+            "Start again from saved weights."
+        )
     dirty = [name for name, grad in state.grads.items() if grad.any()]
     if dirty:
         raise BatchError(
@@ -43,10 +59,14 @@ def clear_gradients(state: EngineState) -> None:
 def fingerprint(state: EngineState) -> dict[str, int]:
     """Return a number per parameter that changes if any one of its values does.
 
-    A sum of words that wraps around: 20 us per MiB, so it can be taken twice a step.
+    A sum of words that wraps around: 20 us per MiB, so it can be taken twice a step. It does not
+    see two values that changed places.
     """
     sums = {}
-    for name, array in state.params.items():
+    arrays = dict(state.params)
+    if state.policy.has_master:
+        arrays |= {f"master of {name}": array for name, array in state.master.items()}
+    for name, array in arrays.items():
         flat = array.reshape(-1)
         words = np.uint64 if array.nbytes % 8 == 0 else np.dtype(f"u{array.itemsize}")
         sums[name] = int(np.add.reduce(flat.view(words), dtype=np.uint64))
@@ -71,23 +91,36 @@ def require_same_weights(state: EngineState) -> None:
         )
 
 
-def check_gradients(state: EngineState) -> bool:
-    """Take the global norm of the true gradient; return whether this rank saw a bad number.
+def check_gradients(state: EngineState) -> None:
+    """Take the global norm of the true gradient and note whether this rank saw a bad number.
 
     The gradients are already summed over the replicas and every parameter has one array, however
     many blocks or ranks share it, so each is counted once.
     """
-    step = state.step
-    # Here and not later: a rank that refuses must do so before any other commits.
+    # Before the flag is agreed on: a rank that refuses must not leave others to commit.
     require_same_weights(state)
-    total = sum(squared_norm(bucket) for bucket in state.buckets)
-    step.grad_norm = math.sqrt(total) / step.loss_scale if total >= 0 else math.nan
-    if not math.isfinite(total) and all(np.isfinite(bucket).all() for bucket in state.buckets):
-        # Finite float64 values whose squares overflow: take the norm at their own scale.
-        largest = max(float(np.max(np.abs(bucket), initial=0.0)) for bucket in state.buckets)
-        scaled = sum(squared_norm(bucket / largest) for bucket in state.buckets)
-        step.grad_norm = largest / step.loss_scale * math.sqrt(scaled)
-    return not (math.isfinite(step.grad_norm) and math.isfinite(step.global_loss_sum))
+    step = state.step
+    step.grad_norm = _global_norm(state) / step.loss_scale
+    step.non_finite_here = not (
+        math.isfinite(step.grad_norm) and math.isfinite(step.global_loss_sum)
+    )
+
+
+def _global_norm(state: EngineState) -> float:
+    total = sum(_squared_norm(state, bucket) for bucket in state.buckets)
+    if math.isfinite(total):
+        return math.sqrt(total)
+    if not all(np.isfinite(bucket).all() for bucket in state.buckets):
+        return math.inf if total == math.inf else math.nan
+    # Finite float64 values whose squares overflow: take the norm at their own scale.
+    largest = max(float(np.max(np.abs(bucket), initial=0.0)) for bucket in state.buckets)
+    return largest * math.sqrt(sum(squared_norm(bucket / largest) for bucket in state.buckets))
+
+
+def _squared_norm(state: EngineState, bucket: np.ndarray) -> float:
+    if bucket.itemsize == 2:
+        return squared_norm(bucket)
+    return state.kernels.squared_norm(bucket)
 
 
 def finish_update(state: EngineState) -> None:
@@ -118,6 +151,11 @@ def _refuse(state: EngineState) -> None:
         return
     # Names the norm if that is what is not finite.
     clip_coefficient(step.grad_norm, state.optimizer.clip_norm)
+    if math.isfinite(step.global_loss_sum):
+        raise MpisimError(
+            f"gradients and losses must be finite on all ranks; got a number that is not on "
+            f"another rank in step {step.step}. No update was made. Lower optimizer.lr."
+        )
     # A saturated softmax has finite gradients and an infinite loss.
     raise MpisimError(
         f"the loss must be finite; got a sum of {step.global_loss_sum} at step {step.step}. No "
@@ -126,34 +164,38 @@ def _refuse(state: EngineState) -> None:
 
 
 def _commit(state: EngineState) -> None:
-    step, settings = state.step, state.optimizer
-    coefficient = clip_coefficient(step.grad_norm, settings.clip_norm)
+    step = state.step
+    coefficient = clip_coefficient(step.grad_norm, state.optimizer.clip_norm)
     if state.observe_gradients is not None:
         state.observe_gradients(true_gradients(state))
-    # Divided by the scale first: the true gradient is what was clipped.
-    scale = coefficient / step.loss_scale
-    backup = _backup(state) if _may_overflow(state) else None
-    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        for name, master in state.master.items():
-            _update_parameter(state, name, master, scale)
-    if backup is not None and not all(np.isfinite(array).all() for array in _changed_arrays(state)):
-        for array, old in zip(_changed_arrays(state), backup, strict=True):
-            np.copyto(array, old)
-        raise MpisimError(
-            f"the update must be finite; got a number that is not at step {step.step}. No update "
-            f"was made. Set optimizer.eps above 0, or lower optimizer.lr."
-        )
-    if state.policy.has_master:
-        for name, master in state.master.items():
-            np.copyto(state.params[name], state.kernels.narrow(master, state.policy.compute_dtype))
+    # All that can run out of memory comes before the first change.
+    grads = {name: _as_param(state, grad) for name, grad in state.grads.items()}
+    backup = [array.copy() for array in _changed_arrays(state)] if _may_overflow(state) else None
+    try:
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            for name, grad in grads.items():
+                # Divided by the scale first: the true gradient is what was clipped.
+                _update_parameter(state, name, grad, coefficient / step.loss_scale)
+        if backup is not None and not all(
+            np.isfinite(array).all() for array in _changed_arrays(state)
+        ):
+            raise MpisimError(
+                f"the update must be finite; got a number that is not at step {step.step}. No "
+                f"update was made. Set optimizer.eps above 0, or lower optimizer.lr."
+            )
+    except BaseException:
+        if backup is None:
+            state.broken = True
+        else:
+            for array, old in zip(_changed_arrays(state), backup, strict=True):
+                np.copyto(array, old)
+        raise
 
 
-def _update_parameter(state: EngineState, name: str, master: np.ndarray, scale: float) -> None:
+def _update_parameter(state: EngineState, name: str, grad: np.ndarray, scale: float) -> None:
     step, settings = state.step, state.optimizer
+    master, moments = state.master[name], state.moments[name]
     decay = settings.weight_decay if decay_applies(master.shape) else 0.0
-    moments, grad = state.moments[name], state.grads[name]
-    if grad.dtype != master.dtype:
-        grad = state.kernels.widen(grad)
     if settings.kind == "adamw":
         adamw_update(
             master, grad, *moments, lr=step.lr, beta1=settings.beta1, beta2=settings.beta2,
@@ -166,17 +208,19 @@ def _update_parameter(state: EngineState, name: str, master: np.ndarray, scale: 
             momentum=settings.momentum, weight_decay=decay, grad_scale=scale,
             scratch=state.update_scratch,
         )  # fmt: skip
+    if state.policy.has_master:
+        working = state.params[name]
+        np.copyto(working, state.kernels.narrow(master, working.dtype))
+
+
+def _as_param(state: EngineState, grad: np.ndarray) -> np.ndarray:
+    return state.kernels.widen(grad) if grad.dtype != state.policy.param_dtype else grad
 
 
 def true_gradients(state: EngineState) -> dict[str, np.ndarray]:
     """Return copies of the gradients of the mean loss by name: scale divided out, not clipped."""
     factor = 1.0 / state.step.loss_scale
-    grads = {}
-    for name, grad in state.grads.items():
-        if grad.dtype != state.policy.param_dtype:
-            grad = state.kernels.widen(grad)
-        grads[name] = grad * factor
-    return grads
+    return {name: _as_param(state, grad) * factor for name, grad in state.grads.items()}
 
 
 def _may_overflow(state: EngineState) -> bool:
@@ -184,27 +228,28 @@ def _may_overflow(state: EngineState) -> bool:
 
     Squares overflow above the root of the largest number, 0/0 needs eps = 0, a rate this large
     moves a weight out of range, and decay above 1 makes it grow from step to step; with none of
-    these every intermediate value is finite.
+    these every intermediate value is finite. Working weights in float16 have a range of their own.
     """
     step, settings = state.step, state.optimizer
     largest = float(np.finfo(state.policy.param_dtype).max)
-    return bool(
+    risky = (
         step.grad_norm > math.sqrt(largest) / 1e3
         or step.lr * (1.0 + settings.weight_decay) > 1e6
         or step.lr * settings.weight_decay > 1.0
         or (settings.kind == "adamw" and settings.eps < 1e-30)
     )
+    if state.policy.compute == "float16" and not risky:
+        # AdamW moves a weight by a few rates at most, momentum by the sum of many gradients.
+        stride = 100.0 if settings.kind == "adamw" else step.grad_norm / (1.0 - settings.momentum)
+        reach = max(float(np.max(np.abs(a), initial=0.0)) for a in state.master.values())
+        risky = reach + step.lr * stride > FLOAT16_MAX / 2
+    return bool(risky)
 
 
 def _changed_arrays(state: EngineState) -> list[np.ndarray]:
-    return [
-        *state.master.values(),
-        *(moment for moments in state.moments.values() for moment in moments),
-    ]
-
-
-def _backup(state: EngineState) -> list[np.ndarray]:
-    return [array.copy() for array in _changed_arrays(state)]
+    arrays = [*state.master.values()]
+    arrays += [moment for moments in state.moments.values() for moment in moments]
+    return arrays + [*state.params.values()] * state.policy.has_master
 
 
 def abandon_step(state: EngineState) -> None:

@@ -95,7 +95,12 @@ class Block:
         return params
 
     def forward(
-        self, params: Arrays, x: np.ndarray, ctx: LayerContext, keep: Keep = "all"
+        self,
+        params: Arrays,
+        x: np.ndarray,
+        ctx: LayerContext,
+        keep: Keep = "all",
+        between: Callable[[], None] | None = None,
     ) -> tuple[np.ndarray, BlockSaved]:
         """Run the layers first to last.
 
@@ -111,6 +116,8 @@ class Block:
         keep : {"all", "selective"}
             With "selective", layers drop the interior of what they save as soon as they have run;
             `restore` computes it again.
+        between : callable without arguments, optional
+            Called between the layers: a replay may run beside communication.
 
         Returns
         -------
@@ -124,6 +131,8 @@ class Block:
         sources = {source for source, _ in self.skips}
         held = {}
         for index, (layer_name, layer) in enumerate(self.layers):
+            if between is not None and index:
+                between()
             if index in sources:
                 held[index] = x
             y, layer_saved = layer.forward(_layer_params(params, layer_name, layer), x, ctx)

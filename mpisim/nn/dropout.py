@@ -9,7 +9,8 @@ to which rows are padded, or on how often a forward is run again, and nothing ha
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -77,6 +78,8 @@ class DropoutMasks:
     """Number of the microbatch's first row in the update."""
     base: int = 0
     """First word of the update's range."""
+    on_draw: Callable[[int, int], None] | None = field(default=None, compare=False, repr=False)
+    """Called with the first word of every range that is drawn and the one after its last."""
 
     def site_range(self, site: int) -> tuple[int, int]:
         """Return the first word of a site and the one after its last, over all rows.
@@ -134,6 +137,8 @@ class DropoutMasks:
 
     def _draw(self, start: int, count: int) -> np.ndarray:
         """Return words start..start + count - 1 of the stream."""
+        if self.on_draw is not None:
+            self.on_draw(start, start + count)
         counter, skipped = divmod(start, WORDS_PER_COUNT)
         stream = np.random.Philox(key=self.key, counter=counter)
         return stream.random_raw(skipped + count)[skipped:]

@@ -19,9 +19,6 @@ import numpy as np
 
 from mpisim.errors import ConfigError
 
-IGNORED = -1
-"""Target of a position that has none: it adds nothing to loss, count and gradient."""
-
 _logger = logging.getLogger(__name__)
 
 
@@ -171,7 +168,7 @@ class Kernels(Protocol):
         logits_NV : ndarray
             Changed in place, ignored rows too.
         targets_N : ndarray, integer
-            Class ids in 0..V-1, or IGNORED.
+            Class ids in 0..V-1, or -1 (`mpisim.data.batch.IGNORED`): no target, nothing is added.
 
         Returns
         -------

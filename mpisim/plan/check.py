@@ -16,6 +16,7 @@ from mpisim.plan.ops import (
     KEEPS,
     WAIT_AXIS,
     Backward,
+    CheckGradients,
     Forward,
     GatherMetrics,
     LoadBatch,
@@ -60,6 +61,7 @@ class _RankState:
     waited: set[int] = field(default_factory=set)
     entered: list[tuple] = field(default_factory=list)
     """Collectives this rank has entered on axis control, in order."""
+    checked: bool = False
     stepped: bool = False
 
     @property
@@ -242,9 +244,15 @@ def _execute(state: _RankState) -> None:
             _require(state, whole, f"the sum {op.kind} must follow the forwards of all {micros} "
                      f"microbatches")  # fmt: skip
         if op.kind == "non_finite":
-            missing = [b.index for b in plan.buckets if b.index not in state.waited]
-            _require(state, not missing, f"the flag must follow WaitSync of buckets {missing}")
+            _require(state, state.checked, "the flag must follow CheckGradients")
         state.sums.add(op.kind)
+    elif isinstance(op, CheckGradients):
+        missing = [b.index for b in plan.buckets if b.index not in state.waited]
+        _require(state, not missing, f"the norm must follow WaitSync of buckets {missing}")
+        summed = "loss" in state.sums
+        _require(state, summed, "CheckGradients must follow ReduceScalars of kind loss")
+        _require(state, not state.checked, "a step must check its gradients once")
+        state.checked = True
     elif isinstance(op, OptimizerStep):
         _require(state, plan.kind == "train", "an evaluation must not update the parameters")
         missing = [b.index for b in plan.buckets if b.index not in state.waited]

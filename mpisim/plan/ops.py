@@ -115,11 +115,15 @@ CONTROL_SUMS: dict[str, tuple[int, str, str]] = {
     "target_count": (1, "int64", "sum"),
     "loss": (2, "float64", "sum"),
     "non_finite": (1, "int64", "max"),
-    "eval": (4, "float64", "sum"),
+    "eval": (3, "float64", "sum"),
 }
 """Kind -> elements, dtype, reduction: valid targets of the update; sum of losses and top-1 hits;
-whether some rank found a number that is not finite; sum of losses, top-1 hits, valid targets, and
-those that are bytes."""
+whether some rank found a number that is not finite; sum of losses, top-1 hits, valid targets."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckGradients(Op):
+    """This op is read as: take the gradients' global norm and note if it is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +143,7 @@ OP_TYPES: dict[str, type[Op]] = {
     op.__name__: op
     for op in (
         ForwardStage, BackwardStage, LoadBatch, Forward, Recompute, Backward, StartSync, WaitSync,
-        ReduceScalars, OptimizerStep, GatherMetrics,
+        ReduceScalars, CheckGradients, OptimizerStep, GatherMetrics,
     )
 }  # fmt: skip
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,10 @@ def _read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]
             needed = ("step",) if kind is evaluations else ("step", "loss", "rows", "step_s")
             if any(key not in row for key in needed):
                 raise ValueError("a key is missing")
+            for key in ("loss", "grad_norm"):
+                # JSON has no NaN: null stands for a number that is not finite (a skipped step).
+                if key in row and row[key] is None:
+                    row[key] = math.nan
         except (ValueError, TypeError):
             damaged += 1
             continue

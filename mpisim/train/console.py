@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mpisim.config.effects import settings_without_effect
 from mpisim.config.schema import RunConfig
 from mpisim.launch import Job
 from mpisim.layouts.metrics import STALL_CAUSES
@@ -55,6 +56,8 @@ class Console:
             f"{record.get('name')} ({record.get('num_train')} training rows, "
             f"{record.get('num_heldout')} held out)"
         )
+        for sentence in settings_without_effect(self.config):
+            self._line(f"note: {sentence}")
         for name, value in baselines.items():
             if isinstance(value, float):
                 mark = "  <- any model must beat this" if name == self.primary else ""
@@ -65,7 +68,7 @@ class Console:
         """Show one step: every `log_every` steps a line, always the first and the last."""
         step, last = row["step"], self.config.train.steps - 1
         if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {row['loss']:.4f}", refresh=False)
+            self._bar.set_postfix_str(f"loss {_shown(row['loss'])}", refresh=False)
             self._bar.update(1)
         if row["skipped"]:
             self._line(
@@ -79,7 +82,7 @@ class Console:
         messages = sum(v[0] for name, v in ranks.items() if name.endswith("sent_messages"))
         sent = sum(v[0] for name, v in ranks.items() if name.endswith("sent_bytes"))
         self._line(
-            f"{step:>6} {row['loss']:>8.4f} {row['tokens_per_s']:>10.0f} {messages:>9.0f} "
+            f"{step:>6} {_shown(row['loss']):>8} {row['tokens_per_s']:>10.0f} {messages:>9.0f} "
             f"{format_bytes(sent):>11} {stall / max(ranks['step_s'][2], 1e-12):>6.1%} "
             f"{format_bytes(ranks['peak_total_bytes'][3]):>11}"
         )
@@ -130,3 +133,7 @@ class Console:
         else:
             self._screen.write(text + "\n")
         self._screen.flush()
+
+
+def _shown(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.4f}"

@@ -123,6 +123,7 @@ class _Trainer:
         self.runs_of_plan: dict[str, tuple[Plan, int]] = {}
         self.evaluations: list[dict[str, float]] = []
         self.first_loss = self.last_loss = float("nan")
+        self._num_heldout_bytes: int | None = None
         self.baselines = data.baselines() if self.is_root else {}
         self.started_s = time.time()
         self.console = Console(self.config, job, data.primary_baseline) if self.is_root else None
@@ -193,14 +194,20 @@ class _Trainer:
             result["heldout_top1"] = current.global_correct / current.global_targets
             # Beyond that a float has no value for it; the loss says enough.
             result["heldout_perplexity"] = math.exp(min(loss, 700.0))
-            if current.global_bytes:
-                nats_per_byte = current.global_loss_sum / current.global_bytes
+            if num_bytes := self._heldout_bytes(indices):
+                nats_per_byte = current.global_loss_sum / num_bytes
                 result["heldout_bits_per_byte"] = nats_per_byte / math.log(2.0)
         self.evaluations.append(result)
         if self.is_root:
             self.metrics_file.write(json.dumps(result) + "\n")
             self.metrics_file.flush()
             self.console.evaluated(result, self.baselines)
+
+    def _heldout_bytes(self, indices: np.ndarray) -> int:
+        """Return the evaluated targets that are bytes; every evaluation has the same rows."""
+        if self._num_heldout_bytes is None:
+            self._num_heldout_bytes = self.data.count_bytes("heldout", indices)
+        return self._num_heldout_bytes
 
     def _my_rows(self, num_rows: int) -> tuple[int, int]:
         mesh = self.setup.mesh
@@ -219,9 +226,9 @@ class _Trainer:
         spread = np.stack([values[0], values.min(0), values.mean(0), values.max(0)], axis=1)
         row: dict[str, Any] = {
             "step": current.step,
-            "loss": loss,
+            "loss": finite_or_none(loss),
             "lr": current.lr,
-            "grad_norm": current.grad_norm,
+            "grad_norm": finite_or_none(current.grad_norm),
             "rows": self.sampler.num_rows(current.step),
             "targets": current.global_targets,
             "loss_scale": current.loss_scale,
@@ -231,7 +238,7 @@ class _Trainer:
             # Per figure: rank 0, then least, mean and largest over ranks.
             "ranks": dict(zip(METRIC_NAMES, spread.tolist(), strict=True)),
         }
-        self.metrics_file.write(json.dumps(row) + "\n")
+        self.metrics_file.write(json.dumps(row, allow_nan=False) + "\n")
         self.metrics_file.flush()
         self.console.step(row)
 
@@ -279,8 +286,8 @@ class _Trainer:
                 "committed_steps": self.state.committed,
                 "skipped_steps": self.state.loss_scale.num_skipped,
                 "wall_s": ended_s - self.started_s,
-                "first_loss": self.first_loss,
-                "last_loss": self.last_loss,
+                "first_loss": finite_or_none(self.first_loss),
+                "last_loss": finite_or_none(self.last_loss),
                 "baselines": self.baselines,
                 "primary_baseline": self.data.primary_baseline,
                 "evaluations": self.evaluations,
@@ -348,6 +355,11 @@ class _Trainer:
             "at_peak": worst.at_peak,
             "peak_op": worst.peak_op,
         }
+
+
+def finite_or_none(value: float) -> float | None:
+    """Return a number as JSON can hold it: a skipped step may have a loss that is not finite."""
+    return value if math.isfinite(value) else None
 
 
 def _agree_and_create(transport: Transport, setup: Setup, data: Dataset, overwrite: bool) -> Path:

@@ -89,7 +89,7 @@ def _is_run(path: Path) -> bool:
 def write_json(path: Path, data: Any) -> None:
     """Write a JSON file in one piece: a reader sees the old file or the new one."""
     part = path.with_suffix(path.suffix + ".part")
-    part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    part.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     part.replace(path)
 
 

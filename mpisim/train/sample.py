@@ -117,7 +117,8 @@ def sample(
 
     choose = _chooser(temperature, top_k, seed)
     written = _write(next_logits, ids, choose, end, stop_at_eos)
-    return bytes(byte for byte, _ in zip(written, range(num_tokens), strict=False))
+    # The count comes first: it must end before another byte is computed.
+    return bytes(byte for _, byte in zip(range(num_tokens), written, strict=False))
 
 
 def readable(text: bytes) -> str:

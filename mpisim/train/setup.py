@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mpisim.config.effects import settings_without_effect
 from mpisim.config.schema import RunConfig
 from mpisim.cost.price import Priced, price_rank
 from mpisim.data.sampler import microbatch_bounds, shard_rows
@@ -212,6 +213,8 @@ class CheckReport:
     plan: Plan
     priced: list[Priced]
     memory: list[MemoryForecast]
+    notes: list[str]
+    """Settings that have no effect."""
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row per rank."""
@@ -234,6 +237,7 @@ class CheckReport:
             f"plan {plan.name}: {len(plan.ranks)} ranks, {len(plan.blocks)} blocks, "
             f"{len(plan.buckets)} gradient buckets",
             "ok: order, matching, deadlock, leaks",
+            *(f"note: {note}" for note in self.notes),
             "",
             f"{'rank':>4} {'ops':>5} {'messages out':>12} {'bytes out':>12} {'peak memory':>12}  "
             f"peaks in (without the data set)",
@@ -271,4 +275,5 @@ def check(config: RunConfig, ranks: int) -> CheckReport:
         plan,
         [price_rank(plan, rank) for rank in range(ranks)],
         [setup.forecast(plan, rank, 0) for rank in range(ranks)],
+        settings_without_effect(config),
     )

@@ -155,6 +155,9 @@ class _Watch:
         self.retained: list[dict[str, int]] = []
         state.observe_gradients = self._keep_gradients
         state.observe_op = self._see
+        state.observe_draws = lambda start, end: self._draws.append((start, end))
+        self._draws: list[tuple[int, int]] = []
+        self._forward_draws: set[tuple[int, int]] = set()
         self._last = state.last
 
     def start(self, step: int) -> None:
@@ -170,12 +173,20 @@ class _Watch:
             self._total = step.loss_sum
             if self.step == 0:
                 self.retained.append(retained_bytes(self.state, op.micro))
-            self.words.append({"before_backward": step.dropout_words})
+            self._forward_draws = set(self._draws)
+            self.words.append({"before_backward": self._counter()})
         elif isinstance(op, Backward):
             if op.block == self.state.first:
-                self.words[-1]["after_backward"] = step.dropout_words
+                self.words[-1]["after_backward"] = self._counter()
+                again = set(self._draws) - self._forward_draws
+                self.words[-1]["new_words"] = sum(end - start for start, end in again)
+                self._draws.clear()
             if (self.step, op.micro) == self.overflow_in and op.block == self._last:
                 self.state.buckets[0][0] = np.inf
+
+    def _counter(self) -> int:
+        """Return where the next words would come from: behind all that are owned or were drawn."""
+        return max([self.state.step.dropout_words, *(end for _, end in self._draws)])
 
 
 def retained_bytes(state: EngineState, micro: int) -> dict[str, int]:
@@ -290,6 +301,7 @@ def _recomputation(rows: int) -> dict[str, Any]:
         "site_ranges": [[s * words // sites, (s + 1) * words // sites] for s in range(sites)],
         "counter_before_backward": max(entry["before_backward"] for entry in again.words),
         "counter_after_backward": max(entry["after_backward"] for entry in again.words),
+        "words_drawn_in_backward_only": sum(entry["new_words"] for entry in again.words),
         "steps": steps,
         "losses_bitwise_equal": kept.losses == again.losses,
         "gradients_bitwise_equal": _same_bits(kept.gradients, again.gradients),

@@ -16,7 +16,8 @@ import pytest
 
 from mpisim.errors import ConfigError
 from mpisim.nn import kernels as kernels_module
-from mpisim.nn.kernels import IGNORED, Kernels, load_kernels
+from mpisim.data.batch import IGNORED
+from mpisim.nn.kernels import Kernels, load_kernels
 
 DTYPES = [np.dtype(np.float32), np.dtype(np.float64)]
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
