@@ -151,7 +151,9 @@ class MpiTransport:
             kind = error.Get_error_class()
             if kind == MPI.ERR_TRUNCATE:
                 return length_error(pending, self.rank, self.received_bytes())
-            if "PROC_FAILED" in error.Get_error_string().upper():
+            text = error.Get_error_string().upper()
+            # MPICH copies straight from the peer's memory, which is gone with it.
+            if "PROC_FAILED" in text or "PROCESS_VM_READV" in text:
                 return lost_error(pending, self.rank, "it failed")
         return error
 

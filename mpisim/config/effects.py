@@ -59,7 +59,9 @@ def _unread(config: RunConfig) -> list[tuple[str, tuple[str, ...], str]]:
         unread.append(("optimizer", ("min_lr_ratio",), "optimizer.schedule"))
     scale = config.precision.loss_scale
     if scale == "auto":
-        scale = "dynamic" if config.precision.compute == "float16" else "none"
+        precision = config.precision
+        halves = (precision.compute, precision.reduce, precision.wire)
+        scale = "dynamic" if "float16" in halves else "none"
     if scale != "dynamic":
         names = _DYNAMIC if scale == "static" else ("init_scale", *_DYNAMIC)
         unread.append(("precision", names, "precision.loss_scale"))

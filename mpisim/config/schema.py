@@ -127,7 +127,8 @@ class PrecisionSection(Section):
     """Dtype of gradients in messages; `same` means that of `reduce`."""
     loss_scale: Literal["auto", "none", "static", "dynamic"] = "auto"
     """`static`: backward starts from init_scale times the loss; `dynamic`: a step whose gradients
-    are not finite is skipped and the scale lowered; `auto`: dynamic for float16, else none."""
+    are not finite is skipped and the scale lowered; `auto`: dynamic if compute, reduce or wire is
+    float16, else none."""
     init_scale: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 65536.0
     """First loss scale (static and dynamic)."""
     growth_interval: PositiveInt = 2000
@@ -147,7 +148,8 @@ class MemorySection(Section):
     """`none`: keep all; `selective`: compute attention weights again; `full`: keep only the inputs
     of blocks and run each block's forward again in backward."""
     recompute_every: PositiveInt = 1
-    """Blocks that share one kept input (full): only every k-th block's input is kept."""
+    """Blocks that share one kept input (full): only every k-th block's input is kept, and k blocks
+    are replayed together. Fewer kept inputs, but more at the peak when blocks are few."""
 
 
 class ComputeSection(Section):

@@ -14,6 +14,7 @@ from mpisim.data.batch import Batch
 from mpisim.data.documents import load_documents
 from mpisim.data.synthetic import RegressionData
 from mpisim.data.text import load_text
+from mpisim.data.tokenizer import VOCAB_SIZE
 from mpisim.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,6 +67,30 @@ class Dataset(Protocol):
         ...
 
 
+def check_data_section(config: RunConfig) -> None:
+    """Refuse data that the model cannot read, as far as the config tells.
+
+    Raises
+    ------
+    ConfigError
+        A decoder over regression rows, or a vocabulary too small for text.
+    """
+    data, vocab_size = config.data, config.model.vocab_size
+    if config.model.kind != "decoder":
+        return
+    if data.kind == "regression":
+        raise ConfigError(
+            'data.kind must be "stdlib" or "text" for model.kind "decoder"; got '
+            '"regression". Set data.kind, or model.kind = "mlp".'
+        )
+    is_text = data.kind == "stdlib" or not str(data.path).endswith(".npy")
+    if is_text and 0 < vocab_size < VOCAB_SIZE:
+        raise ConfigError(
+            f"model.vocab_size must be at least {VOCAB_SIZE} for text (256 bytes and ten "
+            f"specials); got {vocab_size}. Set it to 0, or give ids of your own as a .npy file."
+        )
+
+
 def load_data(config: RunConfig) -> Dataset:
     """Load the data that a config asks for.
 
@@ -85,14 +110,10 @@ def load_data(config: RunConfig) -> Dataset:
         such data, or there are fewer training rows than `train.global_batch`. The message names
         the field.
     """
+    check_data_section(config)
     data = config.data
     dataset: Dataset
     if config.model.kind == "decoder":
-        if data.kind == "regression":
-            raise ConfigError(
-                'data.kind must be "stdlib" or "text" for model.kind "decoder"; got '
-                '"regression". Set data.kind, or model.kind = "mlp".'
-            )
         dataset = load_documents(
             kind=data.kind, path=data.path, window=data.window, layout=data.layout,
             max_bytes=data.max_bytes, vocab_size=config.model.vocab_size,

@@ -149,6 +149,12 @@ def _refuse(state: EngineState) -> None:
     if state.loss_scale.skips:
         state.loss_scale.skip(step.step)
         return
+    if state.loss_scale.kind == "static" or "float16" in state.policy.names:
+        raise MpisimError(
+            f"scaled gradients must be finite; got a number that is not at loss scale "
+            f"{step.loss_scale:g} in step {step.step}. No update was made. Set "
+            f"precision.loss_scale = 'dynamic', or lower precision.init_scale."
+        )
     # Names the norm if that is what is not finite.
     clip_coefficient(step.grad_norm, state.optimizer.clip_norm)
     if math.isfinite(step.global_loss_sum):

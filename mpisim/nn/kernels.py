@@ -60,6 +60,10 @@ class Kernels(Protocol):
         """
         ...
 
+    def forget(self) -> None:
+        """Delete compiled functions that are kept on disk."""
+        ...
+
     def rms_norm(
         self, x_ND: np.ndarray, weight_D: np.ndarray, eps: float
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -273,6 +277,54 @@ class Kernels(Protocol):
         ...
 
 
+def prepare_kernels(name: Literal["auto", "numpy", "numba"], *dtypes: np.dtype) -> Kernels:
+    """Return a kernel set with all its functions compiled for these dtypes.
+
+    Parameters
+    ----------
+    name : {"auto", "numpy", "numba"}
+        As for `load_kernels`.
+    *dtypes : numpy.dtype
+        What the run computes with and stores.
+
+    Returns
+    -------
+    Kernels
+
+    Raises
+    ------
+    ConfigError
+        Numba is asked for and cannot be used.
+
+    Notes
+    -----
+    Compiled functions are kept on disk. Files that cannot be read back are deleted and made anew;
+    if that fails, too, "auto" falls back to NumPy with a warning.
+    """
+    kernels = load_kernels(name)
+    try:
+        kernels.prepare(*dtypes)
+    except Exception:
+        # Whatever Numba raises on a damaged file: its reader names no error of its own.
+        try:
+            kernels.forget()
+            kernels.prepare(*dtypes)
+        except Exception as error:
+            if name == "numba":
+                raise _no_numba(error) from error
+            _logger.warning("mpisim: Numba cannot be used, NumPy computes instead: %s", error)
+            return load_kernels("numpy")
+    return kernels
+
+
+def _no_numba(error: Exception) -> ConfigError:
+    reason = str(error).strip().rstrip(".") or type(error).__name__
+    return ConfigError(
+        f"compute.kernels = 'numba' must find a Numba that works; got: {reason}. Install the extra "
+        f"'fast' (pip install 'mpisim[fast]') or set compute.kernels = 'numpy'."
+    )
+
+
 def load_kernels(name: Literal["auto", "numpy", "numba"] = "auto") -> Kernels:
     """Return a kernel set; Numba is imported only if it is picked.
 
@@ -305,9 +357,6 @@ def load_kernels(name: Literal["auto", "numpy", "numba"] = "auto") -> Kernels:
             return cast(Kernels, importlib.import_module("mpisim.nn.kernels_numba"))
         except ImportError as error:
             if name == "numba":
-                raise ConfigError(
-                    f"compute.kernels = 'numba' must find Numba; got: {error}. Install the extra "
-                    f"'fast' (pip install 'mpisim[fast]') or set compute.kernels = 'numpy'."
-                ) from error
-            _logger.warning("Numba is installed but cannot be imported, NumPy is used: %s", error)
+                raise _no_numba(error) from error
+            _logger.warning("mpisim: Numba cannot be used, NumPy computes instead: %s", error)
     return cast(Kernels, importlib.import_module("mpisim.nn.kernels_numpy"))

@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
+import numba
 import numpy as np
 
 from mpisim.nn import numba_loops as loops
+
+if numba.config.DISABLE_JIT:
+    raise ImportError("NUMBA_DISABLE_JIT is set: loops would run as plain Python")
 
 __all__ = [
     "adamw_update",
@@ -22,6 +28,7 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_backward",
     "embedding_backward",
+    "forget",
     "gelu",
     "gelu_backward",
     "name",
@@ -112,6 +119,13 @@ def prepare(*dtypes: np.dtype) -> None:
         turns = _one_process_at_a_time() if stats.cache_path and not all_stored else None
         with turns or contextlib.nullcontext():
             _call_all(dtype)
+
+
+def forget() -> None:
+    """Delete the compiled functions on disk; the next call compiles anew."""
+    folder = loops.squared_norm.stats.cache_path
+    for path in Path(folder or os.devnull).glob(f"{Path(loops.__file__).stem}.*.nb[ic]"):
+        path.unlink(missing_ok=True)
 
 
 def rms_norm(x_ND: np.ndarray, weight_D: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:

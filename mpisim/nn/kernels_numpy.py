@@ -24,6 +24,7 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_backward",
     "embedding_backward",
+    "forget",
     "gelu",
     "gelu_backward",
     "name",
@@ -83,6 +84,10 @@ def _tile_scratch(count: int, num_rows: int, width: int, dtype: np.dtype) -> lis
 
 def prepare(*dtypes: np.dtype) -> None:
     """Do nothing: NumPy's functions are compiled."""
+
+
+def forget() -> None:
+    """Do nothing: there are no files."""
 
 
 @_quiet

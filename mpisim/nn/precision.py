@@ -136,10 +136,14 @@ class Policy:
         return self.compute != self.param
 
     @property
+    def names(self) -> tuple[str, str, str, str]:
+        """The four names, in the order of the fields."""
+        return self.param, self.compute, self.reduce, self.wire
+
+    @property
     def dtypes(self) -> tuple[np.dtype, ...]:
-        """The distinct dtypes, widest first."""
-        names = dict.fromkeys((self.param, self.reduce, self.compute, self.wire))
-        return tuple(map(dtype_of, names))
+        """The distinct dtypes."""
+        return tuple(map(dtype_of, dict.fromkeys(self.names)))
 
     @property
     def param_dtype(self) -> np.dtype:
@@ -212,7 +216,7 @@ def loss_scale_kind(policy: Policy, precision: PrecisionSection) -> LossScaleKin
     Parameters
     ----------
     policy : Policy
-        `auto` is "dynamic" if its compute dtype is float16, else "none": bfloat16 has the
+        `auto` is "dynamic" if one of its dtypes is float16, else "none": bfloat16 has the
         exponents of float32 and loses no small gradients.
     precision : PrecisionSection
 
@@ -227,7 +231,8 @@ def loss_scale_kind(policy: Policy, precision: PrecisionSection) -> LossScaleKin
     """
     kind = precision.loss_scale
     if kind == "auto":
-        kind = "dynamic" if policy.compute == "float16" else "none"
+        halves = (policy.compute, policy.reduce, policy.wire)
+        kind = "dynamic" if "float16" in halves else "none"
     if kind != "none" and precision.init_scale > _FLOAT32_MAX:
         raise ConfigError(
             f"precision.init_scale must be at most {_FLOAT32_MAX:.3g}, the largest float32; got "

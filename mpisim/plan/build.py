@@ -102,18 +102,22 @@ def build_train_plan(
     for counts in rows:
         ops = accumulate(len(counts))
         ops = expand_blocks(ops, blocks)
-        ops = insert_recompute(ops, recomputable(block_specs), recompute, recompute_every)
+        ops = insert_recompute(
+            ops, recomputable(block_specs, recompute), recompute, recompute_every
+        )
         ops = sync_gradients(ops, buckets, overlap)
         ranks.append(tuple(frame_update(ops)))
     return Plan("train", mesh, dtype, algorithm, rows, blocks, buckets, tuple(ranks), lengths)
 
 
-def recomputable(blocks: tuple[BlockSpec, ...]) -> tuple[str, ...]:
-    """Return the names of the blocks that keep activations, without the last.
+def recomputable(blocks: tuple[BlockSpec, ...], mode: str) -> tuple[str, ...]:
+    """Return the names of the blocks that recompute mode `mode` saves bytes of, without the last.
 
-    An embedding keeps its token ids only, which are data; the last block's backward follows its
-    forward at once.
+    An embedding keeps its token ids only, which are data; a block of an MLP has no interior; the
+    last block's backward follows its forward at once.
     """
+    if mode == "selective":
+        return tuple(block.name for block in blocks[:-1] if block.interior_bytes)
     return tuple(
         block.name for block in blocks[:-1] if block.saved_boundaries() or block.extra_saved_bytes
     )

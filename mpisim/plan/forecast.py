@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 from mpisim.layouts.metrics import MEMORY_CATEGORIES, METRIC_NAMES
 from mpisim.layouts.specs import BlockSpec
@@ -83,12 +84,9 @@ def predict_memory(
     MemoryForecast
         `peak` holds each category at its own worst moment; `peak_total` the largest sum.
     """
-    per_micro = [
-        specs(rows, plan.length(rank, micro)) for micro, rows in enumerate(plan.rows[rank])
-    ]
+    live = dict.fromkeys(MEMORY_CATEGORIES, 0)
     num_params = sum(p.size for block in specs(1, None) for p in block.params)
     num_grads = sum(bucket.count for bucket in plan.buckets)
-    live = dict.fromkeys(MEMORY_CATEGORIES, 0)
     live["params"] = num_params * itemsizes.compute
     live["master_params"] = num_params * itemsizes.param * itemsizes.has_master
     live["grads"] = num_grads * itemsizes.reduce
@@ -97,119 +95,199 @@ def predict_memory(
     live["comm_buffers"] += num_grads * itemsizes.wire * itemsizes.has_wire_copy
     live["data"] = data_bytes
     live["temp"] = scratch_bytes
-    forecast = MemoryForecast(live, dict(live), sum(live.values()), dict(live), "start")
-    held: Counter[tuple] = Counter()
-    sizes: dict[tuple, int] = {}
+    walk = _Walk(plan, rank, specs, batch_bytes, live)
+    for op in plan.ranks[rank]:
+        if step := _STEPS.get(type(op)):
+            step(walk, op)
+    return walk.forecast
 
-    def hold(category: str, key: tuple, nbytes: int) -> None:
-        held[key] += 1
-        if held[key] == 1:
-            sizes[key] = nbytes
-            live[category] += nbytes
 
-    def drop(category: str, key: tuple) -> None:
-        held[key] -= 1
-        if held[key] == 0:
-            live[category] -= sizes[key]
+class _Tensor(NamedTuple):
+    """The name of what comes and goes during a step; who holds the same name shares the array."""
 
-    def note(op: Op) -> None:
-        for category, nbytes in live.items():
+    kind: Literal["batch", "boundary", "replay", "own", "interior", "check", "grad"]
+    """`batch`: a microbatch as loaded, category "data"; all others are "activations".
+    `boundary`: what flows between two layers. `replay`: a replayed output that is compared with
+    the first one, an array of its own. `own`: what a block saves beside boundaries, without the
+    `interior` that can be dropped and the `check` that stands for it. `grad`: gradient of a
+    block's input."""
+    micro: int
+    block: int = 0
+    """Number of the block, from 0."""
+    boundary: int = 0
+    """0 is the block's input; its output is boundary 0 of the block after."""
+
+
+class _Walk:
+    """What one rank holds while its ops are walked.
+
+    Each method is one kind of op: it holds what the op makes, notes the peak, and drops what the
+    op frees, in the order of `engine.handlers`. A tensor counts from its first holder to its last.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        specs: BlockSpecs,
+        batch_bytes: Callable[[int, int | None], int],
+        live: dict[str, int],
+    ) -> None:
+        self.plan, self.rank, self.batch_bytes = plan, rank, batch_bytes
+        self.specs = [
+            specs(rows, plan.length(rank, micro)) for micro, rows in enumerate(plan.rows[rank])
+        ]
+        self.last = len(plan.blocks) - 1
+        self.ends = replay_ends(plan.ranks[rank], plan.blocks)
+        self.keeps: dict[tuple[int, int], str] = {}
+        """What the forward of (block, microbatch) kept."""
+        self.outputs: dict[tuple[int, int], _Tensor] = {}
+        """The outputs of (block, microbatch) that are not the first ones."""
+        self.live = live
+        self.forecast = MemoryForecast(live, dict(live), sum(live.values()), dict(live), "start")
+        self._holders: Counter[_Tensor] = Counter()
+        self._sizes: dict[_Tensor, int] = {}
+
+    def load(self, op: LoadBatch) -> None:
+        """Hold the batch: until the first block's backward, or the last forward of an evaluation."""
+        rows, length = self.plan.rows[self.rank][op.micro], self.plan.length(self.rank, op.micro)
+        self._hold(_Tensor("batch", op.micro), self.batch_bytes(rows, length))
+        self._note(op)
+
+    def forward(self, op: Forward) -> None:
+        """Hold what the op keeps, and the output, once more if a replay is compared with it.
+
+        Drops the input, which stays alive if it was kept; an evaluation's last block the batch.
+        """
+        micro, number, block = self._place(op)
+        self.keeps[number, micro] = op.keep
+        if self.plan.kind == "train":
+            if op.keep in ("all", "selective"):
+                self._hold_each(self._kept(micro, number, block))
+            if op.keep == "all":
+                self._hold(_Tensor("interior", micro, number), block.interior_bytes)
+            elif op.keep == "selective":
+                self._hold(_Tensor("check", micro, number), block.check_bytes)
+            elif op.keep == "input" and number:
+                self._hold(_Tensor("boundary", micro, number), block.boundary_bytes(0))
+        if number != self.last:
+            output = _Tensor("boundary", micro, number + 1)
+            self._hold(output, _output_bytes(block))
+            if (op.block, micro) in self.ends:
+                self._hold(output, _output_bytes(block))
+        self._note(op)
+        if number:
+            self._drop(_Tensor("boundary", micro, number))
+        if number == self.last and self.plan.kind == "eval":
+            self._drop(_Tensor("batch", micro))
+
+    def recompute(self, op: Recompute) -> None:
+        """Hold what the forward did not keep.
+
+        After a forward that kept selectively that is the interior, which takes the place of the
+        check. Otherwise it is all that backward needs and the output; drops the input, which is
+        the kept one or the replayed output of the block before, and at the end of a segment both
+        outputs that are compared.
+        """
+        micro, number, block = self._place(op)
+        self._hold(_Tensor("interior", micro, number), block.interior_bytes)
+        if self.keeps[number, micro] == "selective":
+            self._note(op)
+            self._drop(_Tensor("check", micro, number))
+            return
+        is_compared = (op.block, micro) in self.ends
+        if is_compared:
+            self.outputs[number, micro] = _Tensor("replay", micro, number)
+        self._hold_each(self._kept(micro, number, block))
+        first = _Tensor("boundary", micro, number + 1)
+        replayed = self.outputs.get((number, micro), first)
+        self._hold(replayed, _output_bytes(block))
+        self._note(op)
+        if number:
+            self._drop(_Tensor("boundary", micro, number))
+        if is_compared:
+            self._drop(replayed)
+            self._drop(first)
+
+    def backward(self, op: Backward) -> None:
+        """Hold the gradient of the input.
+
+        Drops what was saved, the gradient of the output, and with the first block the batch.
+        """
+        micro, number, block = self._place(op)
+        if number:
+            self._hold(_Tensor("grad", micro, number), block.boundary_bytes(0))
+        self._note(op)
+        for tensor in self._kept(micro, number, block):
+            self._drop(tensor)
+        self._drop(_Tensor("interior", micro, number))
+        if number < self.last:
+            self._drop(_Tensor("grad", micro, number + 1))
+        if number == 0:
+            self._drop(_Tensor("batch", micro))
+
+    def _place(self, op: Forward | Recompute | Backward) -> tuple[int, int, BlockSpec]:
+        """Return the microbatch, the block's number and its costs."""
+        number = self.plan.blocks.index(op.block)
+        return op.micro, number, self.specs[op.micro][number]
+
+    def _kept(self, micro: int, number: int, block: BlockSpec) -> dict[_Tensor, int]:
+        """Return the bytes of what backward needs of a block, without its interior."""
+        kept: dict[_Tensor, int] = {}
+        for boundary in block.saved_boundaries():
+            if boundary == len(block.layers):
+                first = _Tensor("boundary", micro, number + 1)
+                tensor = self.outputs.get((number, micro), first)
+            else:
+                tensor = _Tensor("boundary", micro, number, boundary)
+            nbytes = block.boundary_bytes(boundary)
+            # The model's input is the batch itself.
+            if nbytes and (number, boundary) != (0, 0):
+                kept[tensor] = nbytes
+        if plain := block.extra_saved_bytes - block.interior_bytes:
+            kept[_Tensor("own", micro, number)] = plain
+        return kept
+
+    def _hold_each(self, tensors: dict[_Tensor, int]) -> None:
+        for tensor, nbytes in tensors.items():
+            self._hold(tensor, nbytes)
+
+    def _hold(self, tensor: _Tensor, nbytes: int) -> None:
+        self._holders[tensor] += 1
+        if self._holders[tensor] == 1:
+            self._sizes[tensor] = nbytes
+            self.live[_category(tensor)] += nbytes
+
+    def _drop(self, tensor: _Tensor) -> None:
+        self._holders[tensor] -= 1
+        if self._holders[tensor] == 0:
+            self.live[_category(tensor)] -= self._sizes[tensor]
+
+    def _note(self, op: Op) -> None:
+        """Take the peaks of the moment in which the op holds the most."""
+        forecast, total = self.forecast, sum(self.live.values())
+        for category, nbytes in self.live.items():
             forecast.peak[category] = max(forecast.peak[category], nbytes)
-        if sum(live.values()) > forecast.peak_total:
-            forecast.peak_total, forecast.at_peak = sum(live.values()), dict(live)
+        if total > forecast.peak_total:
+            forecast.peak_total, forecast.at_peak = total, dict(self.live)
             forecast.peak_op = op_text(op)
 
-    # A replayed output that is compared with the first one is an array of its own.
-    outputs: dict[tuple[int, int], tuple] = {}
 
-    def kept(block: BlockSpec, number: int, micro: int) -> list[tuple[tuple, int]]:
-        """List saved tensors: boundaries numbered over the model, and the block's own arrays."""
-        items = [
-            (("saved", number, boundary if boundary < len(block.layers) else 0, micro), nbytes)
-            if boundary < len(block.layers)
-            else (outputs.get((number, micro), ("saved", number + 1, 0, micro)), nbytes)
-            for boundary in block.saved_boundaries()
-            if (nbytes := block.boundary_bytes(boundary)) and not (number == 0 and boundary == 0)
-        ]
-        if plain := block.extra_saved_bytes - block.interior_bytes:
-            items.append((("extra", number, micro), plain))
-        return items
+_STEPS: dict[type[Op], Callable[[_Walk, Any], None]] = {
+    LoadBatch: _Walk.load,
+    Forward: _Walk.forward,
+    Recompute: _Walk.recompute,
+    Backward: _Walk.backward,
+}
+"""Ops that hold or drop something; what the others use is there from start to end."""
 
-    def interior(block: BlockSpec, number: int, micro: int) -> tuple[tuple, int]:
-        return ("interior", number, micro), block.interior_bytes
 
-    last = len(plan.blocks) - 1
-    keeps: dict[tuple[int, int], str] = {}
-    ends = {
-        (plan.blocks.index(block), micro)
-        for block, micro in replay_ends(plan.ranks[rank], plan.blocks)
-    }
-    for op in plan.ranks[rank]:
-        if isinstance(op, LoadBatch):
-            nbytes = batch_bytes(plan.rows[rank][op.micro], plan.length(rank, op.micro))
-            hold("data", ("batch", op.micro), nbytes)
-            note(op)
-            continue
-        if not isinstance(op, Forward | Recompute | Backward):
-            continue
-        micro, number = op.micro, plan.blocks.index(op.block)
-        block = per_micro[micro][number]
-        key_in, key_out = ("saved", number, 0, micro), ("saved", number + 1, 0, micro)
-        if isinstance(op, Forward):
-            keeps[number, micro] = op.keep
-            if plan.kind == "train":
-                if op.keep in ("all", "selective"):
-                    for key, nbytes in kept(block, number, micro):
-                        hold("activations", key, nbytes)
-                    if op.keep == "all":
-                        hold("activations", *interior(block, number, micro))
-                    else:
-                        hold("activations", ("check", number, micro), block.check_bytes)
-                elif op.keep == "input" and number:
-                    hold("activations", key_in, block.boundary_bytes(0))
-            if number != last:
-                output = block.boundary_bytes(len(block.layers))
-                hold("activations", key_out, output)
-                if (number, micro) in ends:
-                    hold("activations", key_out, output)
-            note(op)
-            if number:
-                drop("activations", key_in)
-            if number == last and plan.kind == "eval":
-                drop("data", ("batch", micro))
-        elif isinstance(op, Recompute):
-            keep = keeps[number, micro]
-            hold("activations", *interior(block, number, micro))
-            if keep == "selective":
-                note(op)
-                drop("activations", ("check", number, micro))
-                continue
-            if (number, micro) in ends:
-                outputs[number, micro] = ("replay", number, micro)
-            for key, nbytes in kept(block, number, micro):
-                hold("activations", key, nbytes)
-            output = block.boundary_bytes(len(block.layers))
-            replayed = outputs.get((number, micro), key_out)
-            hold("activations", replayed, output)
-            note(op)
-            # The kept input, or the replayed output of the block before.
-            if number:
-                drop("activations", key_in)
-            if (number, micro) in ends:
-                drop("activations", replayed)
-                drop("activations", key_out)
-        else:
-            if number:
-                hold("activations", ("grad", number, micro), block.boundary_bytes(0))
-            note(op)
-            for key, _ in kept(block, number, micro):
-                drop("activations", key)
-            drop("activations", interior(block, number, micro)[0])
-            if number < last:
-                drop("activations", ("grad", number + 1, micro))
-            if number == 0:
-                drop("data", ("batch", micro))
-    return forecast
+def _category(tensor: _Tensor) -> str:
+    return "data" if tensor.kind == "batch" else "activations"
+
+
+def _output_bytes(block: BlockSpec) -> int:
+    return block.boundary_bytes(len(block.layers))
 
 
 def retained_estimate(plan: Plan, rank: int, micro: int, specs: BlockSpecs) -> int:

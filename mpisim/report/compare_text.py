@@ -286,7 +286,7 @@ def _verdicts(sections: dict[str, list[Row]]) -> list[str]:
         lines.append(f"verdict: final weights cannot be compared: no one set in {', '.join(none)}")
     elif weights["bitwise_equal"]:
         digest = _clean(weights["a_sha256"])[:16]
-        lines.append(f"verdict: final weights are bitwise equal (sha256 {digest})")
+        lines.append(f"verdict: final weights, as recorded, are bitwise equal (sha256 {digest})")
     else:
         lines.append("verdict: final weights differ")
     return lines

@@ -23,7 +23,7 @@ from mpisim.engine.step import Engine
 from mpisim.errors import ConfigError, MpisimError, PlanError
 from mpisim.launch import Job
 from mpisim.layouts.metrics import MEMORY_CATEGORIES, METRIC_NAMES, TRAFFIC_FIELDS
-from mpisim.nn.kernels import load_kernels
+from mpisim.nn.kernels import prepare_kernels
 from mpisim.plan.build import Plan
 from mpisim.trace.recorder import Recorder
 from mpisim.train.clock import clock_offset_s, host_name
@@ -63,9 +63,8 @@ def train_rank(config: RunConfig, job: Job, *, overwrite: bool = False) -> None:
 def train_on(transport: Transport, setup: Setup, job: Job, overwrite: bool) -> EngineState:
     """Train over a connected transport; returns this rank's final state."""
     config = setup.config
-    kernels = load_kernels(config.compute.kernels)
     # Before the first message, so that no rank waits in one while another compiles.
-    kernels.prepare(*setup.policy.dtypes)
+    kernels = prepare_kernels(config.compute.kernels, *setup.policy.dtypes)
     data = load_data(config)
     sampler = Sampler(data.num_train, config.train.global_batch, config.run.seed)
     run_dir = _agree_and_create(transport, setup, data, overwrite)

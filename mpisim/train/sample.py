@@ -24,6 +24,7 @@ from mpisim.nn.layers import Arrays, LayerContext
 from mpisim.nn.losses import LanguageHead
 from mpisim.nn.models import Model
 from mpisim.nn.params import rng_for_name
+from mpisim.train.record import digest
 from mpisim.train.rundir import read_json
 from mpisim.train.setup import build_model
 from mpisim.train.weights import WEIGHTS_FILE, load_weights
@@ -101,6 +102,7 @@ def sample(
         )
     params, _ = load_weights(path / WEIGHTS_FILE, model.param_specs(), config.model.dtype)
     _require_finite(params, path)
+    _require_own(params, path)
     split = model.split_params(params)
     if is_decoder:
         context, fill = config.model.max_len or config.data.window, 0
@@ -252,6 +254,21 @@ def _read_config(path: Path) -> RunConfig:
         f"run.json must hold a config that this version of mpisim knows; got {problem} in {path}. "
         f"Run the job again."
     )
+
+
+def _require_own(params: Arrays, path: Path) -> None:
+    """Refuse weights that are not those the run ended with; a run cut short has no record."""
+    if not (path / "summary.json").exists():
+        return
+    try:
+        recorded = str(read_json(path / "summary.json")["ranks"][0]["params_sha256"])
+    except (KeyError, IndexError, TypeError):
+        return
+    if digest(params) != recorded:
+        raise CheckpointError(
+            f"weights must be those that the run saved (sha256 {recorded[:16]}); got others in "
+            f"{path / WEIGHTS_FILE}. Run the job again."
+        )
 
 
 def _require_finite(params: Arrays, path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from mpisim.config.effects import settings_without_effect
 from mpisim.config.schema import RunConfig
 from mpisim.cost.price import Priced, price_rank
+from mpisim.data.load import check_data_section
 from mpisim.data.sampler import microbatch_bounds, shard_rows
 from mpisim.data.tokenizer import VOCAB_SIZE
 from mpisim.engine.loss_scale import LossScale
@@ -88,6 +89,7 @@ class Setup:
     def __init__(self, config: RunConfig, num_ranks: int) -> None:
         self.config = config
         self.mesh = build_mesh(config.parallel.dp, num_ranks)
+        check_data_section(config)
         pieces = self.mesh.dp * config.train.num_microbatches
         if config.train.global_batch % pieces:
             batch = config.train.global_batch

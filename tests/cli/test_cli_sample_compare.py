@@ -168,7 +168,9 @@ def test_a_reader_that_went_away_is_no_traceback(run):
 def test_compare_prints_text_or_rows_and_nothing_else(capsys):
     assert main(["compare", str(OVERLAP), str(OVERLAP)]) == 0
     out, err = capsys.readouterr()
-    assert err == "" and out.splitlines()[-1].startswith("verdict: final weights are bitwise equal")
+    assert err == "" and out.splitlines()[-1].startswith(
+        "verdict: final weights, as recorded, are bitwise equal"
+    )
     assert main(["compare", str(OVERLAP), str(OVERLAP), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["section"] for row in rows} >= {

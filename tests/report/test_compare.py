@@ -186,7 +186,7 @@ def test_a_run_equals_itself(tmp_path):
     assert section(rows, "data")[0]["same"] is True
     text = compare_text(run, run)
     assert "verdict: training losses are bitwise equal at 4 common steps\n" in text
-    assert f"verdict: final weights are bitwise equal (sha256 {'ab' * 8})\n" in text
+    assert f"verdict: final weights, as recorded, are bitwise equal (sha256 {'ab' * 8})\n" in text
     assert "config: nothing differs" in text and "versions and machine: nothing differs" in text
 
 
