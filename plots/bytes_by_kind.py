@@ -85,7 +85,7 @@ def draw(fig: Figure, data: BytesByKind) -> None:
         ax.set_title(_panel_title(kind, measured, predicted))
         ax.set_xlabel("rank")
         so_far = "over the whole run" if predicted is not None else "so far"
-        ax.set_ylabel(f"bytes sent {so_far} ({unit})")
+        ax.set_ylabel(f"sent {so_far} ({unit})")
         ax.set_ylim(0, max(largest / size, 1e-9) * 1.08)
         ax.set_xlim(-0.6, len(measured) - 0.4)
         whole_numbers(ax.xaxis)

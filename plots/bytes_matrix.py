@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import (
-    GREY,
+    MID_GREY,
     VERMILION,
     NoData,
     byte_unit,
@@ -101,7 +101,7 @@ def _numbers(ax, matrix: Matrix, largest: int) -> None:
             if sender == receiver and not value:
                 continue
             number, _, unit = format_bytes(value).partition(" ")
-            colour = "white" if value > 0.45 * largest else "black" if value else GREY
+            colour = "white" if value > 0.45 * largest else "black" if value else MID_GREY
             ax.text(
                 receiver, sender, f"{number}\n{unit}" if value else "0", ha="center", va="center",
                 fontsize=font, color=colour,

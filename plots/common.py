@@ -2,7 +2,7 @@
 
 A script has `load(run_dir)`, which returns plain data or raises `NoData` with one sentence, and
 `draw(fig, data)`, which only draws. Colours are those of Okabe and Ito, told apart by readers with
-any colour vision; the lightness differs too.
+any colour vision; the lightness differs too. A light tint stands for the same thing as its colour.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ STYLE = Path(__file__).with_name("mpisim.mplstyle")
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
-GREY, LIGHT_GREY, MID_GREY, DARK_GREY = "#999999", "#D9D9D9", "#666666", "#444444"
+LIGHT_VERMILION = "#F7B98F"
+GREY, LIGHT_GREY, MID_GREY, DARK_GREY = "#999999", "#D9D9D9", "#666666", "#3C3C3C"
 
 OP_COLOURS = {
     "LoadBatch": YELLOW,
     "Forward": SKY,
+    "Recompute": PURPLE,
     "Backward": BLUE,
     "OptimizerStep": GREEN,
     "StartSync": DARK_GREY,
@@ -68,6 +70,11 @@ def run_title(run: Run, what: str) -> str:
     ranks = "1 rank" if run.num_ranks == 1 else f"{run.num_ranks} ranks"
     cut = "" if run.summary is not None else ", cut short"
     return f"{what} (run {run.record.get('name', run.path.name)}, {ranks}{cut})"
+
+
+def skipped_steps(run: Run) -> list[int]:
+    """Return the steps that were skipped: their gradients were not finite, no rank updated."""
+    return [row["step"] for row in run.steps if row.get("skipped")]
 
 
 def byte_unit(largest: float) -> tuple[float, str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common import (
+    BLACK,
     BLUE,
     DARK_GREY,
     SKY,
@@ -16,6 +17,7 @@ from common import (
     heading,
     main,
     run_title,
+    skipped_steps,
     whole_numbers,
 )
 from matplotlib.figure import Figure
@@ -46,7 +48,9 @@ class Convergence:
     bits: tuple[float, float] | None = None
     """Last held-out bits per byte, and those of the unigram model."""
     skipped: list[int] = field(default_factory=list)
-    """Steps that no rank made."""
+    """Steps that no rank made, also those whose loss is not finite."""
+    not_finite: int = 0
+    """Losses that are left out, of steps and of evaluations."""
 
 
 def load(run_dir: Path) -> Convergence:
@@ -58,7 +62,13 @@ def load(run_dir: Path) -> Convergence:
     regression = run.config.get("data", {}).get("kind") == "regression"
     known = (run.summary or {}).get("baselines", {})
     decoder = run.config.get("model", {}).get("kind") == "decoder"
-    last = run.evaluations[-1] if run.evaluations else {}
+    evaluations = [row for row in run.evaluations if _is_finite(row["heldout_loss"])]
+    last = evaluations[-1] if evaluations else {}
+    names = dict(BASELINES)
+    if decoder and "unigram_cross_entropy_nats" in known:
+        # Bits per byte are compared with it; the entropy is that of the held-out bytes themselves.
+        del names["unigram_entropy_nats"]
+        names["unigram_cross_entropy_nats"] = "unigram"
     bits = None
     if "heldout_bits_per_byte" in last and "unigram_bits_per_byte" in known:
         bits = (last["heldout_bits_per_byte"], known["unigram_bits_per_byte"])
@@ -67,11 +77,16 @@ def load(run_dir: Path) -> Convergence:
         "squared error" if regression else f"nats per {'token' if decoder else 'byte'}",
         [row["step"] for row in rows],
         [row["loss"] for row in rows],
-        [(row["step"], row["heldout_loss"]) for row in run.evaluations],
-        {label: known[name] for name, label in BASELINES.items() if name in known},
+        [(row["step"], row["heldout_loss"]) for row in evaluations],
+        {label: known[name] for name, label in names.items() if name in known},
         bits,
-        [row["step"] for row in rows if row.get("skipped")],
+        skipped_steps(run),
+        len(run.steps) - len(rows) + len(run.evaluations) - len(evaluations),
     )
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 def centred_mean(values: list[float], reach: int) -> list[float]:
@@ -121,10 +136,11 @@ def draw(fig: Figure, data: Convergence) -> None:
             linewidth=1.2, label="held-out loss", clip_on=False, zorder=3,
         )  # fmt: skip
     if data.skipped:
-        top = max(data.losses)
+        # On the upper edge, above all curves: a mark has no loss.
         ax.plot(
-            data.skipped, [top] * len(data.skipped), color=VERMILION, marker="x", linestyle="none",
-            label="skipped step", zorder=4,
+            data.skipped, [1.0] * len(data.skipped), transform=ax.get_xaxis_transform(),
+            color=BLACK, marker="x", markersize=5, linestyle="none", clip_on=False,
+            label=f"skipped steps: {len(data.skipped)}",
         )  # fmt: skip
     shown = [*data.losses, *(loss for _, loss in data.heldout), *data.baselines.values()]
     logarithmic = min(shown) > 0 and max(shown) / min(shown) > 30
@@ -133,13 +149,16 @@ def draw(fig: Figure, data: Convergence) -> None:
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     _limits(ax, shown, logarithmic)
     _draw_baselines(ax, data.baselines, logarithmic)
-    ax.set_xlim(min(data.steps), max(max(data.steps), min(data.steps) + 1))
-    ax.set_xlabel("step (optimizer updates)")
+    first, last = min(data.steps + data.skipped), max(data.steps + data.skipped)
+    ax.set_xlim(first, max(last, first + 1))
+    lost = data.not_finite
+    note = f" ({lost} loss{'es' if lost > 1 else ''} not finite, left out)" if lost else ""
+    ax.set_xlabel(f"step{note}")
     ax.set_ylabel(f"loss ({data.unit})" + (", logarithmic" if logarithmic else ""))
     whole_numbers(ax.xaxis)
     ax.grid(axis="y")
     heading(fig, data.title, _outcome(data))
-    fig.legend(loc="outside lower center", ncols=3)
+    fig.legend(loc="outside lower center", ncols=4)
 
 
 def _limits(ax, shown: list[float], logarithmic: bool) -> None:

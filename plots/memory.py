@@ -18,6 +18,7 @@ from common import (
     main,
     read_traces,
     run_title,
+    skipped_steps,
     time_unit,
 )
 from matplotlib.figure import Figure
@@ -48,6 +49,8 @@ class Memory:
     curves: list[Curve]
     lines: dict[str, int] = field(default_factory=dict)
     """"measured peak", "predicted peak", "budget" -> bytes."""
+    recompute: str = "none"
+    """memory.recompute of the run."""
 
 
 def load(run_dir: Path, rank: int | None = None) -> Memory:
@@ -65,17 +68,17 @@ def load(run_dir: Path, rank: int | None = None) -> Memory:
         if entry["rank"] == rank:
             lines["predicted peak"] = entry["predicted_memory"]["peak_total"]
             lines["measured peak"] = entry["memory"]["peak_total"]
-    budget = run.config.get("memory", {}).get("budget_bytes")
-    if budget:
+    section = run.config.get("memory", {})
+    if budget := section.get("budget_bytes"):
         lines["budget"] = budget
-    curves = _curves(traces[rank])
+    curves = _curves(traces[rank], skipped_steps(run))
     if not curves:
         raise NoData("no step is complete in the trace.")
     title = run_title(run, f"Live bytes by category on rank {rank}")
-    return Memory(title, curves, lines)
+    return Memory(title, curves, lines, section.get("recompute", "none"))
 
 
-def _curves(trace: RankTrace) -> list[Curve]:
+def _curves(trace: RankTrace, skipped: list[int]) -> list[Curve]:
     """Return the last recorded run of the first training plan and of the first evaluation."""
     names = list(trace.header["memory_categories"])
     chosen: dict[str, tuple[int, int, np.ndarray]] = {}
@@ -89,6 +92,7 @@ def _curves(trace: RankTrace) -> list[Curve]:
         starts = [s[0, 0] for number, plan, s in trace.ops if (number, plan) == (step, ident)]
         start = starts[0] if starts else values[0, 1]
         label = f"training step {step}" if kind == "train" else f"evaluation after step {step}"
+        label += ", skipped" * (kind == "train" and step in skipped)
         curves.append(
             Curve(
                 label,
@@ -146,6 +150,8 @@ def draw(fig: Figure, data: Memory) -> None:
     finding = "levels after each op"
     if "measured peak" in data.lines:
         finding += "; the peak of the run lies inside one"
+    if data.recompute != "none":
+        finding += f"; backward computes forwards again (recompute {data.recompute})"
     heading(fig, data.title, finding)
 
 

@@ -58,7 +58,8 @@ def draw(fig: Figure, data: Stalls) -> None:
         values = [spent.get((axis, cause), 0.0) / size for spent in data.ranks.values()]
         ax.barh(range(len(ranks)), values, 0.66, left=left, color=colour)
         left = [a + b for a, b in zip(left, values, strict=True)]
-        handles.append(Patch(color=colour, label=f"{axis}: {STALL_LABELS[cause]}"))
+        if any(values):
+            handles.append(Patch(color=colour, label=f"{axis}: {STALL_LABELS[cause]}"))
     for row, total in enumerate(totals):
         share = f" = {total / data.step_time_s:.0%}" if data.step_time_s > 0 else ""
         ax.annotate(
@@ -76,7 +77,8 @@ def draw(fig: Figure, data: Stalls) -> None:
     mean = sum(totals) / len(totals)
     share = f", {mean / data.step_time_s:.0%} of the step time" if data.step_time_s > 0 else ""
     heading(fig, data.title, f"mean over ranks {format_seconds(mean)}{share}")
-    fig.legend(handles=handles, loc="outside lower center", ncols=4, title="waited for")
+    if handles:
+        fig.legend(handles=handles, loc="outside lower center", ncols=4, title="waited for")
 
 
 if __name__ == "__main__":

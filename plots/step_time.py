@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common import (
+    BLACK,
     BLUE,
-    GREY,
     LIGHT_GREY,
+    MID_GREY,
     ORANGE,
     PURPLE,
     VERMILION,
@@ -16,6 +18,7 @@ from common import (
     heading,
     main,
     run_title,
+    skipped_steps,
     time_unit,
     whole_numbers,
 )
@@ -39,6 +42,8 @@ class StepTime:
     seconds: list[float]
     warmup_steps: int
     """First steps that the distribution leaves out."""
+    skipped: list[int] = field(default_factory=list)
+    """Steps that no rank made; they took their time all the same."""
 
 
 def load(run_dir: Path) -> StepTime:
@@ -52,6 +57,7 @@ def load(run_dir: Path) -> StepTime:
         [row["step"] for row in run.steps],
         [row["step_s"] for row in run.steps],
         left_out,
+        skipped_steps(run),
     )
 
 
@@ -63,14 +69,22 @@ def draw(fig: Figure, data: StepTime) -> None:
     left, right = fig.subplots(1, 2, sharey=True, width_ratios=[2.2, 1])
     cut = data.warmup_steps
     # Many steps get smaller points, or they would be one blot.
-    area = min(14.0, max(4.0, 4000 / len(data.steps)))
-    left.scatter(data.steps[:cut], [v / size for v in data.seconds[:cut]], s=area, color=GREY)
+    area = min(26.0, max(4.0, 4000 / len(data.steps)))
+    left.scatter(data.steps[:cut], [v / size for v in data.seconds[:cut]], s=area, color=MID_GREY)
     left.scatter(data.steps[cut:], [v / size for v in steady], s=area, color=BLUE)
+    if data.skipped:
+        took = dict(zip(data.steps, data.seconds, strict=True))
+        left.scatter(
+            data.skipped, [took[step] / size for step in data.skipped], s=2.4 * area, marker="x",
+            linewidths=1.1, color=BLACK, zorder=3,
+        )  # fmt: skip
     if cut:
-        left.axvspan(data.steps[0] - 0.5, data.steps[cut - 1] + 0.5, color=LIGHT_GREY, alpha=0.5)
+        left.axvspan(
+            data.steps[0] - 0.5, data.steps[cut - 1] + 0.5, color=LIGHT_GREY, alpha=0.5, zorder=0
+        )
     left.set_xlim(data.steps[0] - 0.5, data.steps[-1] + 0.5)
     whole_numbers(left.xaxis)
-    left.set_xlabel("step (optimizer updates)")
+    left.set_xlabel("step")
     left.set_ylabel(f"time of a step ({unit})")
     # A first step that takes a hundred times as long must not flatten all others.
     top = max(steady)
@@ -80,13 +94,18 @@ def draw(fig: Figure, data: StepTime) -> None:
     note = f"; {above} of the warm-up above the scale" if above else ""
     left.set_title(f"in the order of the run{note}")
     values = [v / size for v in steady]
-    right.hist(values, bins=min(40, max(5, len(values) // 4)), orientation="horizontal", color=BLUE)
+    right.hist(values, bins=_edges(values, top / size), orientation="horizontal", color=BLUE)
     right.set_xlabel("number of steps")
     whole_numbers(right.xaxis, most=5)
     right.set_title("distribution" + (" without warm-up" if cut else ""))
     handles = [Line2D([], [], marker="o", color=BLUE, linestyle="", markersize=5, label="a step")]
     if cut:
         handles.append(Patch(color=LIGHT_GREY, label=f"warm-up, {cut} steps"))
+    if data.skipped:
+        handles.append(
+            Line2D([], [], marker="x", color=BLACK, linestyle="", markersize=6,
+                   label="a skipped step")
+        )  # fmt: skip
     for percent, colour in PERCENTILES.items():
         value = percentile(steady, percent)
         for ax in (left, right):
@@ -95,8 +114,16 @@ def draw(fig: Figure, data: StepTime) -> None:
     left.set_ylim(0, top / size * 1.06)
     for ax in (left, right):
         ax.grid(axis="y")
-    fig.legend(handles=handles, loc="outside lower center", ncols=5)
+    fig.legend(handles=handles, loc="outside lower center", ncols=6)
     heading(fig, data.title, _numbers(steady))
+
+
+def _edges(values: list[float], top: float) -> list[float]:
+    """Return the edges of the bars; one is never too thin to be seen on a scale up to `top`."""
+    low, high = min(values), max(values)
+    width = max((high - low) / min(40, max(5, len(values) // 4)), top / 60)
+    count = max(1, math.ceil((high - low) / width - 1e-9))
+    return [low + (high - low) / 2 + (number - count / 2) * width for number in range(count + 1)]
 
 
 def _numbers(steady: list[float]) -> str:

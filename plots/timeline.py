@@ -2,21 +2,23 @@
 
 Each rank has a bar of plan ops and, below it, a thin lane of the messages it received, from the
 moment it could take them to the moment they were there. A message below compute is hidden by it.
+Bars carry the names of their blocks; where only a number fits, it is that of the name.
 Between two ops the engine advances started all-reduces; that time is drawn like their start.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from common import (
     GREY,
+    LIGHT_VERMILION,
     MID_GREY,
     OP_COLOURS,
-    PURPLE,
     VERMILION,
     WAIT_COLOURS,
     NoData,
@@ -24,6 +26,7 @@ from common import (
     main,
     read_traces,
     run_title,
+    skipped_steps,
     time_unit,
 )
 from matplotlib.collections import PolyCollection
@@ -41,18 +44,18 @@ LANE = (0.19, 0.36)
 KIND_LABELS = {
     "LoadBatch": "load batch",
     "Forward": "forward",
+    "Recompute": "recompute",
     "Backward": "backward",
     "StartSync": "start or advance all-reduce",
-    "OptimizerStep": "optimizer",
+    "OptimizerStep": "gradient norm, optimizer",
     "other compute": "other compute",
 }
 WAIT_LABELS = {"dp": "wait for gradients (dp)", "control": "wait for scalars (control)"}
-MESSAGE_COLOURS = {0: VERMILION, 1: PURPLE, "control": MID_GREY}
-MESSAGE_LABELS = {
-    0: "received: bucket 0, 2, ...",
-    1: "received: bucket 1, 3, ...",
-    "control": "received: scalars",
-}
+BUCKET_COLOURS = (VERMILION, LIGHT_VERMILION)
+"""Of even and of odd buckets, so that neighbours differ."""
+SCALARS_COLOUR = MID_GREY
+DRAWN_AS = {"CheckGradients": "OptimizerStep"}
+"""Kinds that share the colour and the label of another one."""
 
 
 @dataclass
@@ -61,11 +64,11 @@ class Lane:
 
     rank: int
     ops: list[tuple[float, float, str, str]] = field(default_factory=list)
-    """Start, end, colour key (op kind or ``wait AXIS``), text."""
+    """Start, end, colour key (op kind or ``wait AXIS``), name of the block."""
     gaps: list[tuple[float, float]] = field(default_factory=list)
     """Start, end: between two ops of one plan."""
-    messages: list[tuple[float, float, object]] = field(default_factory=list)
-    """Posted, completed, colour key."""
+    messages: list[tuple[float, float, int | None]] = field(default_factory=list)
+    """Posted, completed, gradient bucket; None: scalars."""
 
 
 @dataclass
@@ -78,15 +81,17 @@ class Timeline:
 
 
 def load(run_dir: Path, step: int | None = None, steps: int = 1) -> Timeline:
-    """Read `steps` steps from `step` on; by default one from the middle, after warm-up."""
+    """Read `steps` steps from `step` on; by default one of the middle that made an update."""
     run = load_run(run_dir)
     traces = read_traces(run)
     common = set.intersection(*(_training_steps(trace) for trace in traces))
     if not common:
         raise NoData("no step is complete in the trace of every rank.")
+    skipped = skipped_steps(run)
     if step is None:
         steady = sorted(number for number in common if number >= run.warmup_steps)
-        choice = steady or sorted(common)
+        updated = [number for number in steady if number not in skipped]
+        choice = updated or steady or sorted(common)
         step = choice[len(choice) // 2]
     if step not in common:
         raise NoData(f"step {step} is not in the trace; it has {min(common)} to {max(common)}.")
@@ -96,12 +101,23 @@ def load(run_dir: Path, step: int | None = None, steps: int = 1) -> Timeline:
     for lane in lanes:
         lane.ops = [(a - zero, b - zero, *rest) for a, b, *rest in lane.ops]
         lane.gaps = [(a - zero, b - zero) for a, b in lane.gaps]
-        lane.messages = [(a - zero, b - zero, key) for a, b, key in lane.messages]
-    shown = f"step {step}" if last == step else f"steps {step} to {last}"
+        lane.messages = [(a - zero, b - zero, bucket) for a, b, bucket in lane.messages]
+    shown = _which(step, last, [number for number in skipped if step <= number <= last])
     counted = overlap(traces, run.warmup_steps)
     return Timeline(
         run_title(run, f"Timeline of {shown}"), lanes, counted if counted.ring_steps else None
     )
+
+
+def _which(first: int, last: int, skipped: list[int]) -> str:
+    """Return which steps are shown, and which of them no rank made."""
+    if first == last:
+        return f"step {first}, skipped" if skipped else f"step {first}"
+    text = f"steps {first} to {last}"
+    if not skipped:
+        return text
+    named = ", ".join(map(str, skipped)) if len(skipped) <= 4 else f"{len(skipped)} of them"
+    return f"{text}, skipped: {named}"
 
 
 def _training_steps(trace: RankTrace) -> set[int]:
@@ -119,6 +135,7 @@ def _lane(trace: RankTrace, first: int, last: int) -> Lane:
             continue
         index = int(row["op_index"])
         kind, axis, words = plan.kinds[index], plan.waits[index], plan.texts[index].split()
+        kind = DRAWN_AS.get(kind, kind)
         key = f"wait {axis}" if axis else kind if kind in OP_COLOURS else "other compute"
         block = next((word[6:] for word in words if word.startswith("block=")), "")
         start, end = float(row["start_s"]), float(row["end_s"])
@@ -131,9 +148,9 @@ def _lane(trace: RankTrace, first: int, last: int) -> Lane:
     shown = ~messages["is_send"] & (messages["step"] >= first) & (messages["step"] <= last)
     for row in messages[shown & (messages["completed_s"] <= end)]:
         program = trace.programs[int(row["program"])]
-        bucket = program.label.rpartition(" ")[2]
-        key = int(bucket) % 2 if program.axis == "dp" and bucket.isdigit() else "control"
-        lane.messages.append((float(row["posted_s"]), float(row["completed_s"]), key))
+        number = program.label.rpartition(" ")[2]
+        bucket = int(number) if program.axis == "dp" and number.isdigit() else None
+        lane.messages.append((float(row["posted_s"]), float(row["completed_s"]), bucket))
     return lane
 
 
@@ -152,10 +169,9 @@ def draw(fig: Figure, data: Timeline) -> None:
         gaps = [(a / size, b / size, OP_COLOURS["StartSync"]) for a, b in lane.gaps]
         # A gap of a few microseconds is the loop itself.
         _bars(ax, bars + [gap for gap in gaps if _points(ax, gap[1] - gap[0]) > 1], row, BAR)
-        received = [(a / size, b / size, MESSAGE_COLOURS[key]) for a, b, key in lane.messages]
+        received = [(a / size, b / size, _message_colour(key)) for a, b, key in lane.messages]
         _bars(ax, received, row, LANE)
         seen |= {key for _, _, key, _ in lane.ops}
-        seen |= {("message", key) for *_, key in lane.messages}
         if ranks <= 16:
             _names(ax, lane, row, size)
     ax.set_ylim(ranks - 0.5, -0.5)
@@ -189,12 +205,26 @@ def draw(fig: Figure, data: Timeline) -> None:
         for axis, label in WAIT_LABELS.items()
         if f"wait {axis}" in seen
     ]
-    handles += [
-        Patch(color=MESSAGE_COLOURS[key], label=label)
-        for key, label in MESSAGE_LABELS.items()
-        if ("message", key) in seen
-    ]
+    handles += _message_handles({key for lane in data.lanes for *_, key in lane.messages})
     fig.legend(handles=handles, loc="outside lower center", ncols=5)
+
+
+def _message_colour(bucket: int | None) -> str:
+    return SCALARS_COLOUR if bucket is None else BUCKET_COLOURS[bucket % 2]
+
+
+def _message_handles(received: set[int | None]) -> list[Patch]:
+    """Return the legend of the messages; it names buckets that are there, and no others."""
+    handles = []
+    for parity, colour in enumerate(BUCKET_COLOURS):
+        buckets = sorted(key for key in received if key is not None and key % 2 == parity)
+        if buckets:
+            named = ", ".join(map(str, buckets[:2])) + (", ..." if len(buckets) > 2 else "")
+            word = "bucket" if len(buckets) == 1 else "buckets"
+            handles.append(Patch(color=colour, label=f"received: {word} {named}"))
+    if None in received:
+        handles.append(Patch(color=SCALARS_COLOUR, label="received: scalars"))
+    return handles
 
 
 def _points(ax, span: float) -> float:
@@ -221,13 +251,16 @@ def _bars(ax, bars: list[tuple[float, float, str]], row: int, place: tuple[float
 
 
 def _names(ax, lane: Lane, row: int, size: float) -> None:
-    """Write block names into the bars that are wide enough for them."""
-    for start, stop, key, text in lane.ops:
-        if text and _points(ax, (stop - start) / size) > 5.2 * len(text) + 4:
+    """Write block names, or else their numbers, into the bars that are wide enough for them."""
+    for start, stop, key, name in lane.ops:
+        number = re.search(r"\d*$", name).group()
+        room = _points(ax, (stop - start) / size)
+        text = next((text for text in (name, number) if text and room > 5.2 * len(text) + 4), "")
+        if text:
+            dark = key in ("Backward", "other compute")
             ax.text(
                 (start + stop) / 2 / size, row + float(np.mean(BAR)), text, ha="center",
-                va="center", fontsize=7, color="white" if key == "Backward" else "black",
-                clip_on=True,
+                va="center", fontsize=7, color="white" if dark else "black", clip_on=True,
             )  # fmt: skip
 
 

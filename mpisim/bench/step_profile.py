@@ -16,7 +16,7 @@ from typing import Any
 
 from mpisim.engine.handlers import HANDLERS
 from mpisim.engine.state import EngineState
-from mpisim.plan.ops import OptimizerStep, ReduceScalars, StartSync, WaitSync
+from mpisim.plan.ops import CheckGradients, OptimizerStep, ReduceScalars, StartSync, WaitSync
 
 KERNEL_KINDS = {
     "rms_norm": "norm",
@@ -47,6 +47,7 @@ LAYER_KINDS = {
 }
 """A layer's time without its kernels; matrix products in Projection, LanguageHead, Attention."""
 OP_KINDS = {
+    CheckGradients: "optimizer",
     OptimizerStep: "optimizer",
     ReduceScalars: "messages",
     StartSync: "messages",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from mpisim.data.batch import Batch
-from mpisim.data.documents import load_documents
+from mpisim.data.load_documents import load_documents
 from mpisim.data.synthetic import RegressionData
 from mpisim.data.text import load_text
 from mpisim.data.tokenizer import VOCAB_SIZE

@@ -15,13 +15,15 @@ import numpy as np
 
 from mpisim.data.arrays import checked_indices
 from mpisim.data.batch import Batch
-from mpisim.data.documents import DecoderData, stream_of_tokens, token_dtype
+from mpisim.data.documents import DecoderData
 from mpisim.data.heldout import HELDOUT_EVERY
+from mpisim.data.rows import stream_of_tokens, token_dtype
+from mpisim.data.splits import TwoSplits
 from mpisim.data.tokenizer import NUM_BYTES
 from mpisim.errors import ConfigError
 
 
-class RegressionData:
+class RegressionData(TwoSplits):
     """Rows of standard normal features and the noisy outputs of a linear teacher.
 
     Parameters
@@ -89,28 +91,23 @@ class RegressionData:
             "dtype": dtype.name,
         }
 
-    @property
-    def num_train(self) -> int:
-        """Number of training rows."""
-        return self._splits["train"][0].shape[0]
-
-    @property
-    def num_heldout(self) -> int:
-        """Number of held-out rows; 0 if there is no held-out split."""
-        return self._splits["heldout"][0].shape[0]
+    def num_rows(self, split: str) -> int:
+        """Return how many rows a split has."""
+        return self._splits[split][0].shape[0]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all features and targets."""
         return sum(array.nbytes for pair in self._splits.values() for array in pair)
 
-    def train_batch(self, indices: np.ndarray) -> Batch:
-        """Return training rows.
+    def batch(self, split: str, indices: np.ndarray) -> Batch:
+        """Return rows of a split.
 
         Parameters
         ----------
+        split : {"train", "heldout"}
         indices : ndarray of shape (B,), integer
-            Row numbers in 0..num_train-1.
+            Row numbers, from 0.
 
         Returns
         -------
@@ -124,11 +121,9 @@ class RegressionData:
         IndexError
             A row number is out of range.
         """
-        return self._batch("train", indices)
-
-    def heldout_batch(self, indices: np.ndarray) -> Batch:
-        """Return held-out rows; as `train_batch`, with numbers in 0..num_heldout-1."""
-        return self._batch("heldout", indices)
+        x, targets = self._splits[split]
+        indices = checked_indices(indices, x.shape[0], f"{split} rows")
+        return Batch(x[indices], targets[indices])
 
     def count_targets(self, split: str, indices: np.ndarray) -> int:
         """Return the targets of rows: one each."""
@@ -179,11 +174,6 @@ class RegressionData:
             "num_train": self.num_train,
             "num_heldout": self.num_heldout,
         }
-
-    def _batch(self, split: str, indices: np.ndarray) -> Batch:
-        x, targets = self._splits[split]
-        indices = checked_indices(indices, x.shape[0], f"{split} rows")
-        return Batch(x[indices], targets[indices])
 
 
 class SyntheticDocuments(DecoderData):

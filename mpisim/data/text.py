@@ -16,9 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from mpisim.data.arrays import checked_indices
+from mpisim.data.baselines import count_ids, count_pairs, entropy_nats, smoothed_nats
 from mpisim.data.batch import Batch
 from mpisim.data.corpus import library_name, read_file, read_library, require_bytes
 from mpisim.data.heldout import HELDOUT_EVERY, HELDOUT_RULE, choose_heldout
+from mpisim.data.splits import TwoSplits
 from mpisim.data.tokens import read_token_file
 from mpisim.errors import ConfigError
 from mpisim.layouts.chunks import chunk_bounds
@@ -26,11 +28,11 @@ from mpisim.layouts.chunks import chunk_bounds
 VOCAB_SIZE = 256
 SEPARATOR = b"\0"
 
-# Counting runs over pieces, because np.bincount widens its input to 8 bytes an element.
 _COUNT_PIECE = 1 << 16
+"""Bytes that are counted at a time."""
 
 
-class TextData:
+class TextData(TwoSplits):
     """Windows of bytes and the byte that follows each.
 
     Parameters
@@ -69,28 +71,23 @@ class TextData:
             if stream.size > window
         }
 
-    @property
-    def num_train(self) -> int:
-        """Number of training samples: positions with a full window before them."""
-        return self._num_samples("train")
-
-    @property
-    def num_heldout(self) -> int:
-        """Number of held-out samples; 0 if there is no held-out split."""
-        return self._num_samples("heldout")
+    def num_rows(self, split: str) -> int:
+        """Return how many samples a split has: positions with a full window before them."""
+        return max(0, self._streams[split].size - self.window)
 
     @property
     def nbytes(self) -> int:
         """Bytes of both streams."""
         return sum(stream.nbytes for stream in self._streams.values())
 
-    def train_batch(self, indices: np.ndarray) -> Batch:
-        """Return training samples.
+    def batch(self, split: str, indices: np.ndarray) -> Batch:
+        """Return samples of a split.
 
         Parameters
         ----------
+        split : {"train", "heldout"}
         indices : ndarray of shape (B,), integer
-            Sample numbers in 0..num_train-1.
+            Sample numbers, from 0.
 
         Returns
         -------
@@ -104,11 +101,11 @@ class TextData:
         IndexError
             A sample number is out of range.
         """
-        return self._batch("train", indices)
-
-    def heldout_batch(self, indices: np.ndarray) -> Batch:
-        """Return held-out samples; as `train_batch`, with numbers in 0..num_heldout-1."""
-        return self._batch("heldout", indices)
+        indices = checked_indices(indices, self.num_rows(split), f"{split} samples")
+        if not indices.size:
+            return Batch(np.empty((0, self.window), np.uint8), np.empty(0, np.uint8))
+        x_BK = self._windows[split][indices]
+        return Batch(x_BK, self._streams[split][indices + self.window])
 
     def count_targets(self, split: str, indices: np.ndarray) -> int:
         """Return the targets of samples: one each."""
@@ -139,19 +136,14 @@ class TextData:
         train, measured = self._streams["train"], self._streams[split]
         targets = _byte_counts(measured[self.window :])
         num_targets = int(targets.sum())
-        shares = targets[targets > 0] / num_targets
-
-        unigrams = _byte_counts(train) + 1
-        unigram_nats = np.log(unigrams.sum()) - np.log(unigrams)
-
-        bigrams = _pair_counts(train) + 1
-        bigram_nats = np.log(bigrams.sum(axis=1, keepdims=True)) - np.log(bigrams)
+        unigram_nats = smoothed_nats(_byte_counts(train), targets)
         # The pair that predicts the first target begins one byte before it, inside the window.
         pairs = _pair_counts(measured[self.window - 1 :])
+        bigram_nats = smoothed_nats(_pair_counts(train), pairs)
         return {
-            "unigram_entropy_nats": float(-np.sum(shares * np.log(shares))),
-            "unigram_cross_entropy_nats": float(np.sum(targets * unigram_nats)) / num_targets,
-            "bigram_cross_entropy_nats": float(np.sum(pairs * bigram_nats)) / num_targets,
+            "unigram_entropy_nats": entropy_nats(targets),
+            "unigram_cross_entropy_nats": unigram_nats / num_targets,
+            "bigram_cross_entropy_nats": bigram_nats / num_targets,
             "split": split,
         }
 
@@ -173,16 +165,6 @@ class TextData:
             "num_train": self.num_train,
             "num_heldout": self.num_heldout,
         }
-
-    def _num_samples(self, split: str) -> int:
-        return max(0, self._streams[split].size - self.window)
-
-    def _batch(self, split: str, indices: np.ndarray) -> Batch:
-        indices = checked_indices(indices, self._num_samples(split), f"{split} samples")
-        if not indices.size:
-            return Batch(np.empty((0, self.window), np.uint8), np.empty(0, np.uint8))
-        x_BK = self._windows[split][indices]
-        return Batch(x_BK, self._streams[split][indices + self.window])
 
 
 def load_text(
@@ -271,20 +253,8 @@ def _join(documents: Sequence[bytes]) -> np.ndarray:
 
 
 def _byte_counts(stream: np.ndarray) -> np.ndarray:
-    """Return how often each byte occurs, shape (256,), int64."""
-    counts = np.zeros(VOCAB_SIZE, dtype=np.int64)
-    for start in range(0, stream.size, _COUNT_PIECE):
-        counts += np.bincount(stream[start : start + _COUNT_PIECE], minlength=VOCAB_SIZE)
-    return counts
+    return count_ids(stream, VOCAB_SIZE, _COUNT_PIECE)
 
 
 def _pair_counts(stream: np.ndarray) -> np.ndarray:
-    """Return how often byte b follows byte a, shape (256 of a, 256 of b), int64."""
-    counts = np.zeros(VOCAB_SIZE * VOCAB_SIZE, dtype=np.int64)
-    for start in range(0, stream.size - 1, _COUNT_PIECE):
-        piece = stream[start : start + _COUNT_PIECE + 1]
-        codes = piece[:-1].astype(np.int64)
-        codes *= VOCAB_SIZE
-        codes += piece[1:]
-        counts += np.bincount(codes, minlength=counts.size)
-    return counts.reshape(VOCAB_SIZE, VOCAB_SIZE)
+    return count_pairs(stream, VOCAB_SIZE, _COUNT_PIECE)

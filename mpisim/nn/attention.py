@@ -15,8 +15,8 @@ import numpy as np
 
 from mpisim.errors import BatchError, RecomputeMismatch
 from mpisim.layouts.specs import LayerSpec
-from mpisim.nn.layers import Arrays, LayerContext, NoParams, Saved, as_rows
-from mpisim.nn.transformer import require_length
+from mpisim.nn.arrays import as_rows, require_length
+from mpisim.nn.layers import Arrays, LayerContext, NoParams, Saved
 
 
 @lru_cache(maxsize=32)

@@ -12,24 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
 from mpisim.errors import BatchError
-from mpisim.layouts.specs import LayerSpec, ParamSpec
-from mpisim.nn.layers import (
-    Arrays,
-    LayerContext,
-    NoParams,
-    PlainBackward,
-    RngFor,
-    Saved,
-    as_rows,
-    wide_dtype,
-)
+from mpisim.layouts.specs import LayerSpec
+from mpisim.nn.arrays import as_rows, wide_dtype
+from mpisim.nn.layers import Arrays, LayerContext, NoParams, Saved, TokenTable
 from mpisim.nn.numerics import squared_norm, tile_slices
-from mpisim.nn.transformer import table_weights
 
 
 @dataclass(frozen=True)
@@ -222,7 +212,7 @@ class MeanSquaredError(NoParams):
 
 
 @dataclass(frozen=True)
-class LanguageHead(PlainBackward):
+class LanguageHead(TokenTable):
     """Project every token to the vocabulary and take the cross-entropy of the valid targets.
 
     One layer, not two, because only so the logits of all tokens need not exist at one time.
@@ -242,23 +232,11 @@ class LanguageHead(PlainBackward):
     ``dx = dlogits @ weight``, ``dweight = dlogits.T @ x``. Without chunks backward_input keeps
     dlogits, (N, V); with chunks dweight, (V, D), added up chunk by chunk.
 
-    The weight has the shape of the token table, which it may be (a block can borrow parameters);
-    an own one starts like the table.
+    The table may be the one of the embedding: a block can borrow parameters.
     """
 
-    vocab_size: int
-    """Number of classes, V."""
-    d_model: int
-    """Input width, D."""
     chunk_tokens: int = 0
     """Tokens of a chunk; 0 means all at once."""
-
-    param_names: ClassVar[tuple[str, ...]] = ("weight",)
-
-    def init(self, rng_for: RngFor, dtype: np.dtype) -> Arrays:
-        """Return ``{"weight": (V, D)}``."""
-        shape = (self.vocab_size, self.d_model)
-        return {"weight": table_weights(rng_for("weight"), shape, dtype)}
 
     def forward(self, params: Arrays, x: np.ndarray, ctx: LayerContext) -> tuple[np.ndarray, Saved]:
         """Return the summed loss.
@@ -357,7 +335,7 @@ class LanguageHead(PlainBackward):
         chunked = self.chunk_tokens > 0
         weight_bytes = self.vocab_size * self.d_model * wide_dtype(dtype).itemsize
         return LayerSpec(
-            params=(ParamSpec(name=f"{name}.weight", shape=(self.vocab_size, self.d_model)),),
+            params=(self.table_spec(name),),
             forward_flops=logits_flops,
             backward_flops=2 * matmul_flops + 2 * num_logits + chunked * logits_flops,
             output_shape=(),

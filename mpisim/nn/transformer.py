@@ -16,6 +16,7 @@ import numpy as np
 
 from mpisim.errors import BatchError
 from mpisim.layouts.specs import LayerSpec, ParamSpec
+from mpisim.nn.arrays import as_rows, normal_weights, require_length, wide_dtype
 from mpisim.nn.dropout import keep_threshold
 from mpisim.nn.layers import (
     Arrays,
@@ -24,14 +25,12 @@ from mpisim.nn.layers import (
     PlainBackward,
     RngFor,
     Saved,
-    as_rows,
-    normal_weights,
-    wide_dtype,
+    TokenTable,
 )
 
 
 @dataclass(frozen=True)
-class TokenEmbedding(PlainBackward):
+class TokenEmbedding(TokenTable):
     """Look up one row of a table per token.
 
     Notes
@@ -42,27 +41,10 @@ class TokenEmbedding(PlainBackward):
 
     Backward: ``dweight[v]`` is the sum of ``dy[b, t]`` over the places where ``ids == v``, added in
     the order of the tokens; the ids have no gradient.
-
-    The table starts normal with mean 0 and variance 1 / D: a row has length 1 at any width, and
-    the fresh logits of a tied head, whose inputs have mean square 1, have variance 1, which is
-    close to a uniform guess. The common 0.02 starts closer still but is too small beside what the
-    first block adds: with it a small decoder on text was 0.14 to 0.31 bits per byte behind after
-    240 steps, at learning rates of 0.001, 0.003 and 0.006.
     """
 
-    vocab_size: int
-    """Number of ids, V."""
-    d_model: int
-    """Width of a row, D."""
     max_len: int
     """Longest row of tokens that the model takes."""
-
-    param_names: ClassVar[tuple[str, ...]] = ("weight",)
-
-    def init(self, rng_for: RngFor, dtype: np.dtype) -> Arrays:
-        """Return ``{"weight": (V, D)}``."""
-        shape = (self.vocab_size, self.d_model)
-        return {"weight": table_weights(rng_for("weight"), shape, dtype)}
 
     def forward(self, params: Arrays, x: np.ndarray, ctx: LayerContext) -> tuple[np.ndarray, Saved]:
         """Return the rows of the table.
@@ -117,7 +99,7 @@ class TokenEmbedding(PlainBackward):
         num_tokens = math.prod(x_shape)
         num_out = num_tokens * self.d_model
         return LayerSpec(
-            params=(ParamSpec(name=f"{name}.weight", shape=(self.vocab_size, self.d_model)),),
+            params=(self.table_spec(name),),
             backward_flops=num_out,
             output_shape=(*x_shape, self.d_model),
             input_bytes=num_tokens * 4,
@@ -375,18 +357,4 @@ class Dropout(NoParams):
             output_shape=tuple(x_shape),
             input_bytes=num_bytes,
             output_bytes=num_bytes,
-        )
-
-
-def table_weights(rng: np.random.Generator, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
-    """Draw a fresh table of shape (V, D), see `TokenEmbedding`."""
-    return normal_weights(rng, shape, shape[1] ** -0.5, dtype)
-
-
-def require_length(num_tokens: int, max_len: int) -> None:
-    """Raise BatchError if a row of tokens is longer than the model's range."""
-    if num_tokens > max_len:
-        raise BatchError(
-            f"a row must have at most model.max_len = {max_len} tokens; got {num_tokens}. Cut the "
-            f"rows, or raise model.max_len."
         )

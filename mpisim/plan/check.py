@@ -8,7 +8,9 @@ walks one rank with byte counts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from mpisim.errors import DeadlockError, PlanError
 from mpisim.plan.build import Plan
@@ -68,6 +70,15 @@ class _RankState:
     def op(self) -> Op | None:
         ops = self.plan.ranks[self.rank]
         return ops[self.position] if self.position < len(ops) else None
+
+    @property
+    def num_micros(self) -> int:
+        return len(self.plan.rows[self.rank])
+
+    @property
+    def unreduced(self) -> list[int]:
+        """Buckets that are not waited for yet."""
+        return [b.index for b in self.plan.buckets if b.index not in self.waited]
 
 
 def check_plan(plan: Plan) -> None:
@@ -161,111 +172,50 @@ def _match(states: list[_RankState]) -> None:
                 )
 
 
-def _execute(state: _RankState) -> None:
-    op, plan = state.op, state.plan
-    first, last = plan.blocks[0], plan.blocks[-1]
-    micros = len(plan.rows[state.rank])
-    if isinstance(op, (Forward, Backward)):
-        _require(state, op.block in plan.blocks, "a block must be in the plan's head")
-    if isinstance(op, LoadBatch):
-        _require(state, 0 <= op.micro < micros, f"a microbatch must be one of the rank's {micros}")
-        _require(state, op.micro not in state.seen, "a microbatch must be loaded once")
-        state.loaded.add(op.micro)
-        state.seen.add(op.micro)
-    elif isinstance(op, Forward):
-        if op.block == first:
-            _require(state, op.micro in state.loaded, "a microbatch must be loaded before forward")
-        else:
-            before = plan.blocks[plan.blocks.index(op.block) - 1]
-            found = (before, op.micro) in state.outputs
-            _require(state, found, "forward must follow the forward of the block before")
-            state.outputs.discard((before, op.micro))
-        key = (op.block, op.micro)
-        _require(state, key not in state.forwards, "a block must run forward once per microbatch")
-        state.forwards.add(key)
-        _require(state, op.keep in KEEPS, f"keep must be one of {', '.join(KEEPS)}")
-        kept_loss = op.block != last or op.keep in ("all", "selective")
-        _require(state, kept_loss, "the last block must keep all: its output is the loss")
-        if plan.kind == "train" and op.keep == "all":
-            state.saved.add(key)
-        elif plan.kind == "train":
-            if op.keep == "nothing":
-                before = (plan.blocks[plan.blocks.index(op.block) - 1], op.micro)
-                found = op.block != first and state.kept.get(before) in ("input", "nothing")
-                _require(state, found, "a forward that keeps nothing must follow one that keeps "
-                         "its input")  # fmt: skip
-            state.kept[key] = op.keep
-        elif op.block == last:
-            state.loaded.discard(op.micro)
-        if op.block != last:
-            state.outputs.add(key)
-    elif isinstance(op, Recompute):
-        _replay(state, op)
-    elif isinstance(op, Backward):
-        key = (op.block, op.micro)
-        _require(state, key not in state.kept, "backward must follow the replay of its block")
-        _require(state, key in state.saved, "backward must follow the forward of its block")
-        if op.block == last:
-            counted = "target_count" in state.sums
-            _require(state, counted, "backward must follow ReduceScalars of kind target_count")
-        else:
-            after = plan.blocks[plan.blocks.index(op.block) + 1]
-            found = (after, op.micro) in state.grads_of
-            _require(state, found, "backward must follow the backward of the block after")
-            state.grads_of.discard((after, op.micro))
-        state.saved.discard(key)
-        state.backwards.add(key)
-        if op.block == first:
-            state.loaded.discard(op.micro)
-        else:
-            state.grads_of.add(key)
-    elif isinstance(op, StartSync):
-        bucket = plan.buckets[op.bucket] if 0 <= op.bucket < len(plan.buckets) else None
-        _require(state, bucket is not None, "a bucket must be in the plan's head")
-        _require(state, bucket.count == op.count, f"bucket must have {bucket.count} elements")
-        _require(state, op.bucket not in state.started, "a bucket must be reduced once per step")
-        # No gradient can change from here on: no backward of these blocks is left.
-        for block in bucket.blocks:
-            _require(
-                state, all((block, micro) in state.backwards for micro in range(micros)),
-                f"a bucket must hold the gradients of all {micros} microbatches of block {block}",
-            )  # fmt: skip
-        state.started.append(op.bucket)
-        state.started_at.append(state.position)
-    elif isinstance(op, WaitSync):
-        _require(state, op.bucket not in state.waited, "a bucket must be waited for once")
-        state.waited.add(op.bucket)
-    elif isinstance(op, ReduceScalars):
-        kinds = _SUMS[plan.kind]
-        _require(state, op.kind in kinds, f"kind of a sum must be {' or '.join(kinds)}")
-        _require(state, op.kind not in state.sums, f"{op.kind} must be summed once per step")
-        if op.kind != "target_count":
-            whole = all((last, micro) in state.forwards for micro in range(micros))
-            _require(state, whole, f"the sum {op.kind} must follow the forwards of all {micros} "
-                     f"microbatches")  # fmt: skip
-        if op.kind == "non_finite":
-            _require(state, state.checked, "the flag must follow CheckGradients")
-        state.sums.add(op.kind)
-    elif isinstance(op, CheckGradients):
-        missing = [b.index for b in plan.buckets if b.index not in state.waited]
-        _require(state, not missing, f"the norm must follow WaitSync of buckets {missing}")
-        summed = "loss" in state.sums
-        _require(state, summed, "CheckGradients must follow ReduceScalars of kind loss")
-        _require(state, not state.checked, "a step must check its gradients once")
-        state.checked = True
-    elif isinstance(op, OptimizerStep):
-        _require(state, plan.kind == "train", "an evaluation must not update the parameters")
-        missing = [b.index for b in plan.buckets if b.index not in state.waited]
-        _require(state, not missing, f"the update must follow WaitSync of buckets {missing}")
-        agreed = "non_finite" in state.sums
-        _require(state, agreed, "the update must follow ReduceScalars of kind non_finite")
-        _require(state, not state.stepped, "a step must update once")
-        state.stepped = True
-    elif not isinstance(op, GatherMetrics):
-        _fail(state, f"{type(op).__name__} must be replaced by a pass before the plan is checked")
+def _load_batch(state: _RankState, op: LoadBatch) -> None:
+    micros = state.num_micros
+    _require(state, 0 <= op.micro < micros, f"a microbatch must be one of the rank's {micros}")
+    _require(state, op.micro not in state.seen, "a microbatch must be loaded once")
+    state.loaded.add(op.micro)
+    state.seen.add(op.micro)
 
 
-def _replay(state: _RankState, op: Recompute) -> None:
+def _forward(state: _RankState, op: Forward) -> None:
+    plan, key = state.plan, (op.block, op.micro)
+    _require_known(state, op.block)
+    is_first, is_last = op.block == plan.blocks[0], op.block == plan.blocks[-1]
+    before = None if is_first else (plan.blocks[plan.blocks.index(op.block) - 1], op.micro)
+    if is_first:
+        _require(state, op.micro in state.loaded, "a microbatch must be loaded before forward")
+    else:
+        found = before in state.outputs
+        _require(state, found, "forward must follow the forward of the block before")
+        state.outputs.discard(before)
+    _require(state, key not in state.forwards, "a block must run forward once per microbatch")
+    state.forwards.add(key)
+    _require(state, op.keep in KEEPS, f"keep must be one of {', '.join(KEEPS)}")
+    kept_loss = not is_last or op.keep in ("all", "selective")
+    _require(state, kept_loss, "the last block must keep all: its output is the loss")
+    if plan.kind == "train":
+        _keep(state, op, before)
+    elif is_last:
+        state.loaded.discard(op.micro)
+    if not is_last:
+        state.outputs.add(key)
+
+
+def _keep(state: _RankState, op: Forward, before: tuple[str, int] | None) -> None:
+    """Note what a training forward leaves to backward, or to the replay that completes it."""
+    if op.keep == "all":
+        state.saved.add((op.block, op.micro))
+        return
+    if op.keep == "nothing":
+        found = state.kept.get(before) in ("input", "nothing")
+        _require(state, found, "a forward that keeps nothing must follow one that keeps its input")
+    state.kept[op.block, op.micro] = op.keep
+
+
+def _recompute(state: _RankState, op: Recompute) -> None:
     blocks, key = state.plan.blocks, (op.block, op.micro)
     keep = state.kept.pop(key, None)
     _require(state, keep is not None, "a replay must follow a forward that kept less than all")
@@ -281,6 +231,106 @@ def _replay(state: _RankState, op: Recompute) -> None:
     after = (blocks[number + 1], op.micro) if number + 1 < len(blocks) else None
     if state.kept.get(after) == "nothing":
         state.replayed.add(key)
+
+
+def _backward(state: _RankState, op: Backward) -> None:
+    blocks, key = state.plan.blocks, (op.block, op.micro)
+    _require_known(state, op.block)
+    _require(state, key not in state.kept, "backward must follow the replay of its block")
+    _require(state, key in state.saved, "backward must follow the forward of its block")
+    if op.block == blocks[-1]:
+        counted = "target_count" in state.sums
+        _require(state, counted, "backward must follow ReduceScalars of kind target_count")
+    else:
+        after = (blocks[blocks.index(op.block) + 1], op.micro)
+        found = after in state.grads_of
+        _require(state, found, "backward must follow the backward of the block after")
+        state.grads_of.discard(after)
+    state.saved.discard(key)
+    state.backwards.add(key)
+    if op.block == blocks[0]:
+        state.loaded.discard(op.micro)
+    else:
+        state.grads_of.add(key)
+
+
+def _start_sync(state: _RankState, op: StartSync) -> None:
+    buckets, micros = state.plan.buckets, state.num_micros
+    bucket = buckets[op.bucket] if 0 <= op.bucket < len(buckets) else None
+    _require(state, bucket is not None, "a bucket must be in the plan's head")
+    _require(state, bucket.count == op.count, f"bucket must have {bucket.count} elements")
+    _require(state, op.bucket not in state.started, "a bucket must be reduced once per step")
+    # No gradient can change from here on: no backward of these blocks is left.
+    for block in bucket.blocks:
+        _require(
+            state, all((block, micro) in state.backwards for micro in range(micros)),
+            f"a bucket must hold the gradients of all {micros} microbatches of block {block}",
+        )  # fmt: skip
+    state.started.append(op.bucket)
+    state.started_at.append(state.position)
+
+
+def _wait_sync(state: _RankState, op: WaitSync) -> None:
+    _require(state, op.bucket not in state.waited, "a bucket must be waited for once")
+    state.waited.add(op.bucket)
+
+
+def _reduce_scalars(state: _RankState, op: ReduceScalars) -> None:
+    kinds, micros, last = _SUMS[state.plan.kind], state.num_micros, state.plan.blocks[-1]
+    _require(state, op.kind in kinds, f"kind of a sum must be {' or '.join(kinds)}")
+    _require(state, op.kind not in state.sums, f"{op.kind} must be summed once per step")
+    if op.kind != "target_count":
+        whole = all((last, micro) in state.forwards for micro in range(micros))
+        rule = f"the sum {op.kind} must follow the forwards of all {micros} microbatches"
+        _require(state, whole, rule)
+    if op.kind == "non_finite":
+        _require(state, state.checked, "the flag must follow CheckGradients")
+    state.sums.add(op.kind)
+
+
+def _check_gradients(state: _RankState, op: CheckGradients) -> None:
+    missing = state.unreduced
+    _require(state, not missing, f"the norm must follow WaitSync of buckets {missing}")
+    summed = "loss" in state.sums
+    _require(state, summed, "CheckGradients must follow ReduceScalars of kind loss")
+    _require(state, not state.checked, "a step must check its gradients once")
+    state.checked = True
+
+
+def _optimizer_step(state: _RankState, op: OptimizerStep) -> None:
+    _require(state, state.plan.kind == "train", "an evaluation must not update the parameters")
+    missing = state.unreduced
+    _require(state, not missing, f"the update must follow WaitSync of buckets {missing}")
+    agreed = "non_finite" in state.sums
+    _require(state, agreed, "the update must follow ReduceScalars of kind non_finite")
+    _require(state, not state.stepped, "a step must update once")
+    state.stepped = True
+
+
+def _gather_metrics(state: _RankState, op: GatherMetrics) -> None:
+    """Nothing that a rank could lack: only the order over ranks counts, see `_match`."""
+
+
+_RULES: dict[type[Op], Callable[[_RankState, Any], None]] = {
+    LoadBatch: _load_batch,
+    Forward: _forward,
+    Recompute: _recompute,
+    Backward: _backward,
+    StartSync: _start_sync,
+    WaitSync: _wait_sync,
+    ReduceScalars: _reduce_scalars,
+    CheckGradients: _check_gradients,
+    OptimizerStep: _optimizer_step,
+    GatherMetrics: _gather_metrics,
+}
+"""Op kind -> function: what an op needs and what it leaves on its rank."""
+
+
+def _execute(state: _RankState) -> None:
+    op = state.op
+    if type(op) not in _RULES:
+        _fail(state, f"{type(op).__name__} must be replaced by a pass before the plan is checked")
+    _RULES[type(op)](state, op)
 
 
 def _check_end(state: _RankState) -> None:
@@ -315,6 +365,10 @@ def _check_end(state: _RankState) -> None:
 def _require(state: _RankState, holds: bool, rule: str) -> None:
     if not holds:
         _fail(state, rule)
+
+
+def _require_known(state: _RankState, block: str) -> None:
+    _require(state, block in state.plan.blocks, "a block must be in the plan's head")
 
 
 def _fail(state: _RankState, rule: str) -> None:

@@ -117,6 +117,11 @@ class _Tensor(NamedTuple):
     boundary: int = 0
     """0 is the block's input; its output is boundary 0 of the block after."""
 
+    @property
+    def category(self) -> str:
+        """The ledger's category."""
+        return "data" if self.kind == "batch" else "activations"
+
 
 class _Walk:
     """What one rank holds while its ops are walked.
@@ -141,15 +146,15 @@ class _Walk:
         self.ends = replay_ends(plan.ranks[rank], plan.blocks)
         self.keeps: dict[tuple[int, int], str] = {}
         """What the forward of (block, microbatch) kept."""
-        self.outputs: dict[tuple[int, int], _Tensor] = {}
-        """The outputs of (block, microbatch) that are not the first ones."""
+        self.replayed: set[tuple[int, int]] = set()
+        """(block, microbatch) whose output is the replayed one, beside the first."""
         self.live = live
         self.forecast = MemoryForecast(live, dict(live), sum(live.values()), dict(live), "start")
         self._holders: Counter[_Tensor] = Counter()
         self._sizes: dict[_Tensor, int] = {}
 
     def load(self, op: LoadBatch) -> None:
-        """Hold the batch: until the first block's backward, or the last forward of an evaluation."""
+        """Hold the batch until the first block's backward, or an evaluation's last forward."""
         rows, length = self.plan.rows[self.rank][op.micro], self.plan.length(self.rank, op.micro)
         self._hold(_Tensor("batch", op.micro), self.batch_bytes(rows, length))
         self._note(op)
@@ -171,10 +176,9 @@ class _Walk:
             elif op.keep == "input" and number:
                 self._hold(_Tensor("boundary", micro, number), block.boundary_bytes(0))
         if number != self.last:
-            output = _Tensor("boundary", micro, number + 1)
-            self._hold(output, _output_bytes(block))
-            if (op.block, micro) in self.ends:
-                self._hold(output, _output_bytes(block))
+            holders = 2 if (op.block, micro) in self.ends else 1
+            for _ in range(holders):
+                self._hold(self._output(micro, number), _output_bytes(block))
         self._note(op)
         if number:
             self._drop(_Tensor("boundary", micro, number))
@@ -195,18 +199,17 @@ class _Walk:
             self._note(op)
             self._drop(_Tensor("check", micro, number))
             return
+        first = self._output(micro, number)
         is_compared = (op.block, micro) in self.ends
         if is_compared:
-            self.outputs[number, micro] = _Tensor("replay", micro, number)
+            self.replayed.add((number, micro))
         self._hold_each(self._kept(micro, number, block))
-        first = _Tensor("boundary", micro, number + 1)
-        replayed = self.outputs.get((number, micro), first)
-        self._hold(replayed, _output_bytes(block))
+        self._hold(self._output(micro, number), _output_bytes(block))
         self._note(op)
         if number:
             self._drop(_Tensor("boundary", micro, number))
         if is_compared:
-            self._drop(replayed)
+            self._drop(self._output(micro, number))
             self._drop(first)
 
     def backward(self, op: Backward) -> None:
@@ -231,15 +234,21 @@ class _Walk:
         number = self.plan.blocks.index(op.block)
         return op.micro, number, self.specs[op.micro][number]
 
+    def _output(self, micro: int, number: int) -> _Tensor:
+        if (number, micro) in self.replayed:
+            return _Tensor("replay", micro, number)
+        return _Tensor("boundary", micro, number + 1)
+
     def _kept(self, micro: int, number: int, block: BlockSpec) -> dict[_Tensor, int]:
         """Return the bytes of what backward needs of a block, without its interior."""
         kept: dict[_Tensor, int] = {}
         for boundary in block.saved_boundaries():
-            if boundary == len(block.layers):
-                first = _Tensor("boundary", micro, number + 1)
-                tensor = self.outputs.get((number, micro), first)
-            else:
-                tensor = _Tensor("boundary", micro, number, boundary)
+            is_output = boundary == len(block.layers)
+            tensor = (
+                self._output(micro, number)
+                if is_output
+                else _Tensor("boundary", micro, number, boundary)
+            )
             nbytes = block.boundary_bytes(boundary)
             # The model's input is the batch itself.
             if nbytes and (number, boundary) != (0, 0):
@@ -256,12 +265,12 @@ class _Walk:
         self._holders[tensor] += 1
         if self._holders[tensor] == 1:
             self._sizes[tensor] = nbytes
-            self.live[_category(tensor)] += nbytes
+            self.live[tensor.category] += nbytes
 
     def _drop(self, tensor: _Tensor) -> None:
         self._holders[tensor] -= 1
         if self._holders[tensor] == 0:
-            self.live[_category(tensor)] -= self._sizes[tensor]
+            self.live[tensor.category] -= self._sizes[tensor]
 
     def _note(self, op: Op) -> None:
         """Take the peaks of the moment in which the op holds the most."""
@@ -280,10 +289,6 @@ _STEPS: dict[type[Op], Callable[[_Walk, Any], None]] = {
     Backward: _Walk.backward,
 }
 """Ops that hold or drop something; what the others use is there from start to end."""
-
-
-def _category(tensor: _Tensor) -> str:
-    return "data" if tensor.kind == "batch" else "activations"
 
 
 def _output_bytes(block: BlockSpec) -> int:

@@ -83,6 +83,32 @@ def count_rows(x: np.ndarray, y: np.ndarray) -> int:
     return x.shape[0]
 
 
+def count_update_rows(microbatches: Sequence[Microbatch]) -> list[int]:
+    """Return the rows of each microbatch of an update.
+
+    Parameters
+    ----------
+    microbatches : sequence of (x, y)
+        Some may have no rows. Not modified.
+
+    Returns
+    -------
+    list of int
+
+    Raises
+    ------
+    ConfigError
+        There is no row at all, or x and y of a microbatch do not fit together.
+    """
+    rows = [count_rows(x, y) for x, y in microbatches]
+    if sum(rows) == 0:
+        raise ConfigError(
+            f"an update must have at least one row; got {len(rows)} microbatches with 0 rows. "
+            f"Skip the update, or pass rows."
+        )
+    return rows
+
+
 def accumulate_gradients(accumulated: Params, gradients: Params) -> Params:
     """Add gradients to a running sum, name by name.
 
@@ -162,13 +188,8 @@ def accumulated_loss_and_gradients(
     Equals `mlp.mlp_loss_and_gradients` of all rows at once up to rounding; not bit for bit, since
     sums over rows are taken in another order.
     """
-    rows = [count_rows(x, y) for x, y in microbatches]
+    rows = count_update_rows(microbatches)
     total_rows = sum(rows)
-    if total_rows == 0:
-        raise ConfigError(
-            f"an update must have at least one row; got {len(rows)} microbatches with 0 rows. "
-            f"Skip the update, or pass rows."
-        )
     mean_loss = 0.0
     total: Params = {}
     for num_rows, (x, y) in zip(rows, microbatches, strict=True):

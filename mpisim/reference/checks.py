@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -19,7 +19,7 @@ COMPUTE_DTYPES = ("float32", "float64")
 """Names of the dtypes that forward, backward and optimizers accept."""
 
 
-def _describe(value: object) -> str:
+def describe(value: object) -> str:
     """Return shape and dtype of an array, and the type of anything else."""
     if isinstance(value, np.ndarray):
         return f"shape {value.shape} and dtype {value.dtype}"
@@ -40,8 +40,20 @@ def require_float_array(name: str, array: object, ndim: int | None = None) -> No
     ):
         dims = "1 or more dims" if ndim is None else f"{ndim} dim{'s' if ndim > 1 else ''}"
         raise ConfigError(
-            f"{name} must be a float32 or float64 ndarray of {dims}; got {_describe(array)}. "
+            f"{name} must be a float32 or float64 ndarray of {dims}; got {describe(array)}. "
             f"Convert it with numpy.asarray(..., dtype=numpy.float64)."
+        )
+
+
+def require_dtype(
+    name: str, array: object, dtype: str, reason: str, ndim: int | None = None
+) -> None:
+    """Raise unless `array` has the one float dtype that a function takes, for a reason to give."""
+    require_float_array(name, array, ndim)
+    if array.dtype != np.dtype(dtype):
+        raise ConfigError(
+            f"{name} must be {dtype}; got {array.dtype}. {reason}: convert with "
+            f"astype(numpy.{dtype})."
         )
 
 
@@ -120,5 +132,17 @@ def require_same_tensors(
         if tensors[key].shape != param.shape or tensors[key].dtype != param.dtype:
             raise ConfigError(
                 f"{name}[{key!r}] must have shape {param.shape} and dtype {param.dtype} of its "
-                f"parameter; got {_describe(tensors[key])}. Check what this name is bound to."
+                f"parameter; got {describe(tensors[key])}. Check what this name is bound to."
             )
+
+
+def require_saved(
+    inputs: Sequence[np.ndarray], preactivations: Sequence[np.ndarray], num_layers: int, by: str
+) -> None:
+    """Raise unless what the forward function `by` saved is that of an MLP of `num_layers`."""
+    if len(inputs) != num_layers or len(preactivations) != num_layers - 1:
+        raise ConfigError(
+            f"saved must hold {num_layers} layer inputs and {num_layers - 1} preactivations; got "
+            f"{len(inputs)} and {len(preactivations)}. Pass what {by} returned for these "
+            f"parameters."
+        )

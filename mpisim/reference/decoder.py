@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpisim.errors import ConfigError
-from mpisim.reference.checks import require_float_array, require_int, require_number, require_shape
+from mpisim.reference.checks import require_dtype, require_int, require_number, require_shape
 from mpisim.reference.mlp import (
     Params,
     softmax_cross_entropy_sum,
@@ -1005,12 +1005,8 @@ def _output_table(params: Params) -> str:
 
 
 def _require_float64(name: str, array: np.ndarray, ndim: int | None = None) -> None:
-    require_float_array(name, array, ndim)
-    if array.dtype != np.float64:
-        raise ConfigError(
-            f"{name} must be float64; got {array.dtype}. This decoder is what rounding errors are "
-            f"measured against: convert with astype(numpy.float64)."
-        )
+    reason = "This decoder is what rounding errors are measured against"
+    require_dtype(name, array, "float64", reason, ndim)
 
 
 def _require_pair(**arrays: np.ndarray) -> None:

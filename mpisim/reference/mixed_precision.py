@@ -20,13 +20,16 @@ import ml_dtypes
 import numpy as np
 
 from mpisim.errors import ConfigError, LossScaleError
-from mpisim.reference.accumulation import Microbatch, accumulate_gradients, count_rows
+from mpisim.reference.accumulation import Microbatch, accumulate_gradients, count_update_rows
 from mpisim.reference.checks import (
+    describe,
     require_choice,
+    require_dtype,
     require_float_array,
     require_int,
     require_number,
     require_same_tensors,
+    require_saved,
     require_shape,
 )
 from mpisim.reference.mlp import ACTIVATIONS, LOSSES, Params, mlp_layers
@@ -283,12 +286,7 @@ def half_mlp_backward(
     require_choice("activation", activation, ACTIVATIONS)
     _, activation_backward = ACTIVATIONS[activation]
     inputs, preactivations = saved
-    if len(inputs) != len(layers) or len(preactivations) != len(layers) - 1:
-        raise ConfigError(
-            f"saved must hold {len(layers)} layer inputs and {len(layers) - 1} preactivations; "
-            f"got {len(inputs)} and {len(preactivations)}. Pass what half_mlp_forward returned "
-            f"for these parameters."
-        )
+    require_saved(inputs, preactivations, len(layers), "half_mlp_forward")
     gradients = {}
     dz = dprediction
     for index in reversed(range(len(layers))):
@@ -711,13 +709,8 @@ def mixed_precision_train_step(
     Working weights are rounded from the masters once and S is fixed for the whole update;
     microbatch i goes back from the seed S * n_i/N.
     """
-    rows = [count_rows(x, y) for x, y in microbatches]
+    rows = count_update_rows(microbatches)
     total_rows = sum(rows)
-    if total_rows == 0:
-        raise ConfigError(
-            f"an update must have at least one row; got {len(rows)} microbatches with 0 rows. "
-            f"Skip the update, or pass rows."
-        )
     working = half_params(state.masters, dtype)
     scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
     mean_loss = 0.0
@@ -742,12 +735,7 @@ def mixed_precision_train_step(
 
 
 def _require_float32(name: str, array: np.ndarray) -> None:
-    require_float_array(name, array)
-    if array.dtype != np.float32:
-        raise ConfigError(
-            f"{name} must be float32; got {array.dtype}. Mixed precision keeps 16-bit and float32 "
-            f"values only: convert with astype(numpy.float32)."
-        )
+    require_dtype(name, array, "float32", "Mixed precision keeps 16-bit and float32 values only")
 
 
 def _require_half(
@@ -760,15 +748,10 @@ def _require_half(
     if right and dtype is not None:
         right = array.dtype == dtype
     if not right:
-        got = (
-            f"shape {array.shape} and dtype {array.dtype}"
-            if isinstance(array, np.ndarray)
-            else f"type {type(array).__name__}"
-        )
         wanted = "float16 or bfloat16" if dtype is None else dtype.name
         raise ConfigError(
-            f"{name} must be a {wanted} ndarray of {ndim or '1 or more'} dims; got {got}. "
-            f"Store it with round_to_half in the dtype of the working weights."
+            f"{name} must be a {wanted} ndarray of {ndim or '1 or more'} dims; got "
+            f"{describe(array)}. Store it with round_to_half in the dtype of the working weights."
         )
 
 

@@ -25,6 +25,7 @@ from mpisim.reference.checks import (
     require_int,
     require_number,
     require_same_dtype,
+    require_saved,
     require_shape,
 )
 
@@ -832,12 +833,7 @@ def mlp_backward(
     require_choice("activation", activation, ACTIVATIONS)
     _, activation_backward = ACTIVATIONS[activation]
     inputs, preactivations = saved
-    if len(inputs) != len(layers) or len(preactivations) != len(layers) - 1:
-        raise ConfigError(
-            f"saved must hold {len(layers)} layer inputs and {len(layers) - 1} preactivations; "
-            f"got {len(inputs)} and {len(preactivations)}. Pass what mlp_forward returned for "
-            f"these parameters."
-        )
+    require_saved(inputs, preactivations, len(layers), "mlp_forward")
     head_bias = params[layers[-1][1]]
     require_float_array("dprediction", dprediction, 2)
     require_shape("dprediction", dprediction, (inputs[-1].shape[0], head_bias.shape[0]))

@@ -10,8 +10,10 @@ Process = rank. Its threads, each a track on which slices nest and never cross:
                        messages in flight together get lanes of their own (send 2, send 3, ...)
 
 A flow arrow goes from every send to its receive: number n from a to b with a tag is number n that
-b receives from a with it. Counters show live bytes by category where the trace has them. Times are
-microseconds since the first event, in steps of a nanosecond, on rank 0's clock.
+b receives from a with it. A step that was skipped says so in its name and in that of its
+OptimizerStep; both tell the loss scale and the branch that was taken. Counters show live bytes by
+category where the trace has them. Times are microseconds since the first event, in steps of a
+nanosecond, on rank 0's clock.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpisim.errors import CheckpointError
-from mpisim.report.traces import read_traces, select_steps
+from mpisim.report.traces import TRAIN, read_step_rows, read_traces, select_steps
 from mpisim.trace.events import ACTIVITIES, ProgramTable
 from mpisim.trace.store import (
     RankTrace,
@@ -91,7 +93,7 @@ def export(run_dir: Path, out: Path, steps: tuple[int, int] | None = None) -> No
             file.write('{"displayTimeUnit":"ms","otherData":')
             file.write(_json(_about(run_dir, traces)))
             file.write(',"traceEvents":[\n')
-            for number, text in enumerate(event_lines(traces)):
+            for number, text in enumerate(event_lines(traces, read_step_rows(run_dir))):
                 file.write(",\n" if number else "")
                 file.write(text)
             file.write("\n]}\n")
@@ -101,9 +103,14 @@ def export(run_dir: Path, out: Path, steps: tuple[int, int] | None = None) -> No
         raise
 
 
-def event_lines(traces: list[RankTrace]) -> Iterator[str]:
-    """Yield every event as one line of JSON: first the names of the tracks, then by time."""
-    ranks = [_Rank(trace) for trace in traces]
+def event_lines(
+    traces: list[RankTrace], step_rows: dict[int, dict[str, Any]] | None = None
+) -> Iterator[str]:
+    """Yield every event as one line of JSON: first the names of the tracks, then by time.
+
+    `step_rows` are the lines of metrics.jsonl by step, which tell what was skipped.
+    """
+    ranks = [_Rank(trace, step_rows or {}) for trace in traces]
     flows = match_messages({rank.pid: rank.messages for rank in ranks})
     zero_s = min(rank.first_s for rank in ranks)
     # A job that ended before its first step has tracks and no event.
@@ -195,8 +202,9 @@ def _json(data: Any) -> str:
 class _Rank:
     """The events of one rank."""
 
-    def __init__(self, trace: RankTrace) -> None:
+    def __init__(self, trace: RankTrace, step_rows: dict[int, dict[str, Any]]) -> None:
         self.trace, self.pid = trace, trace.rank
+        self._outcomes = {step: _outcome(row) for step, row in step_rows.items()}
         self.ops = expand_ops(trace)
         self.activities = expand_activities(trace)
         self.messages = expand_messages(trace)
@@ -303,19 +311,26 @@ class _Rank:
                 args["waits_on"] = axis
             if cut:
                 args["unfinished"] = True
+            name = _short(plan.texts[index])
+            if plan.kinds[index] == "OptimizerStep":
+                # The plan is the same for both: only here is it known what the op did.
+                mark, outcome = self._outcomes.get(step, ("", {}))
+                name, args = name + mark, {**args, **outcome}
             yield self._slice(
-                waiting if axis else compute, begin, finish, _short(plan.texts[index]),
+                waiting if axis else compute, begin, finish, name,
                 "wait" if axis else "compute", args,
             )  # fmt: skip
             first, last = steps.get((step, ident), (begin, finish))
             steps[step, ident] = min(first, begin), max(last, finish)
         for (step, ident), (begin, finish) in steps.items():
             name = plans[ident].name
-            kind = "evaluation after step" if name.startswith("eval") else "step"
-            yield self._slice(
-                self._track("steps"), begin, finish, f"{kind} {step}", "step",
-                {"step": step, "plan": name},
-            )  # fmt: skip
+            args = {"step": step, "plan": name}
+            if name.startswith(TRAIN):
+                mark, outcome = self._outcomes.get(step, ("", {}))
+                label, args = f"step {step}{mark}", {**args, **outcome}
+            else:
+                label = f"evaluation after step {step}"
+            yield self._slice(self._track("steps"), begin, finish, label, "step", args)
 
     def _collective_events(self, zero_s: float) -> Iterator[_Event]:
         rows, programs = self.activities, self.trace.programs
@@ -430,6 +445,16 @@ def _nanoseconds(
     """Round both ends to whole nanoseconds: what touched still touches, what nested still nests."""
     start = np.rint((start_s - zero_s) * 1e9).astype(np.int64)
     return start, np.rint((end_s - zero_s) * 1e9).astype(np.int64)
+
+
+def _outcome(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return what a step's line says of its end: a mark for names, and arguments."""
+    if "skipped" not in row:
+        return "", {}
+    outcome = {"branch": "skip" if row["skipped"] else "commit"}
+    if "loss_scale" in row:
+        outcome["loss_scale"] = row["loss_scale"]
+    return " (skipped)" if row["skipped"] else "", outcome
 
 
 def _short(op_text: str) -> str:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mpisim.errors import CheckpointError
 from mpisim.layouts.metrics import STALL_CAUSES
+from mpisim.report.load import load_run
 from mpisim.trace.events import ACTIVITIES
 from mpisim.trace.store import (
     RankTrace,
@@ -49,6 +51,16 @@ def read_traces(run_dir: Path) -> tuple[list[RankTrace], int]:
         else:
             left_out += 1
     return traces, left_out
+
+
+def read_step_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """Return the lines of metrics.jsonl about steps, by step; a step that was cut has none.
+
+    Empty for a folder that holds traces alone: they can be looked at without the run's record.
+    """
+    if not (Path(run_dir) / "run.json").is_file():
+        return {}
+    return {row["step"]: row for row in load_run(run_dir).steps}
 
 
 def training_part(trace: RankTrace) -> RankTrace:

@@ -5,6 +5,7 @@
     clock.py     one time axis for ranks on several hosts
     record.py    what a run records about itself
     loop.py      what a rank does from joining the job to the last message
+    summary.py   every rank's totals beside the predicted ones: summary.json
     console.py   what rank 0 shows while it runs
     weights.py   the trained parameters as a safetensors file
     sample.py    text from trained weights

@@ -12,26 +12,30 @@ from typing import Any
 import numpy as np
 
 import mpisim
-from mpisim.comm.communicator import Traffic, check_drained
+from mpisim.comm.communicator import check_drained
 from mpisim.comm.transport import Transport
 from mpisim.config.schema import RunConfig
-from mpisim.cost.price import Priced, bytes_matrix, price_rank
 from mpisim.data.load import Dataset, load_data
 from mpisim.data.sampler import Sampler, microbatch_bounds, shard_rows, spread_indices
 from mpisim.engine.state import EngineState, StepState
 from mpisim.engine.step import Engine
-from mpisim.errors import ConfigError, MpisimError, PlanError
+from mpisim.errors import ConfigError, MpisimError
 from mpisim.launch import Job
-from mpisim.layouts.metrics import MEMORY_CATEGORIES, METRIC_NAMES, TRAFFIC_FIELDS
+from mpisim.layouts.metrics import MEMORY_CATEGORIES, METRIC_NAMES
 from mpisim.nn.kernels import prepare_kernels
-from mpisim.plan.build import Plan
 from mpisim.trace.recorder import Recorder
 from mpisim.train.clock import clock_offset_s, host_name
 from mpisim.train.console import Console
-from mpisim.train.record import digest, iso_time, resident_peak_bytes, run_record
+from mpisim.train.record import run_record
 from mpisim.train.rundir import check_run_dir, create_run_dir, run_dir_of, write_json
 from mpisim.train.setup import Setup
-from mpisim.train.weights import WEIGHTS_FILE, save_weights
+from mpisim.train.summary import (
+    History,
+    assert_replicas_equal,
+    collect_totals,
+    finite_or_none,
+    write_summary,
+)
 
 
 def train_rank(config: RunConfig, job: Job, *, overwrite: bool = False) -> None:
@@ -92,7 +96,7 @@ def train_on(transport: Transport, setup: Setup, job: Job, overwrite: bool) -> E
     finally:
         trainer.close()
     check_drained(transport, [state.dp, state.control])
-    trainer.write_summary()
+    trainer.sum_up()
     recorder.close()
     state.dp.close()
     state.control.close()
@@ -119,12 +123,8 @@ class _Trainer:
         self.run_dir = run_dir
         self.engine = Engine(state, self.config.train.steps)
         self.is_root = transport.rank == 0
-        self.runs_of_plan: dict[str, tuple[Plan, int]] = {}
-        self.evaluations: list[dict[str, float]] = []
-        self.first_loss = self.last_loss = float("nan")
         self._num_heldout_bytes: int | None = None
-        self.baselines = data.baselines() if self.is_root else {}
-        self.started_s = time.time()
+        self.history = History(data.baselines() if self.is_root else {})
         self.console = Console(self.config, job, data.primary_baseline) if self.is_root else None
         self.metrics_file = None
         if self.is_root:
@@ -134,7 +134,7 @@ class _Trainer:
         """Make all steps and evaluations."""
         steps, every = self.config.train.steps, self.config.train.eval_every
         if self.console is not None:
-            self.console.start(self.baselines, self.data.record(), self.setup)
+            self.console.start(self.history.baselines, self.data.record(), self.setup)
         before = time.perf_counter()
         for step in range(steps):
             self.job.step = step
@@ -162,7 +162,7 @@ class _Trainer:
             plan, step, lambda m: self.data.train_batch(indices[bounds[m] : bounds[m + 1]]),
             self.data.count_targets("train", indices),
         )  # fmt: skip
-        self._count(plan)
+        self.history.count_run(plan)
         return current
 
     def _evaluate(self, step: int) -> None:
@@ -176,7 +176,7 @@ class _Trainer:
         current = self.engine.evaluate(
             plan, step, lambda m: self.data.heldout_batch(indices[bounds[m] : bounds[m + 1]])
         )
-        self._count(plan)
+        self.history.count_run(plan)
         if not math.isfinite(current.global_loss_sum):
             raise MpisimError(
                 f"the held-out loss must be finite; got a sum of {current.global_loss_sum} after "
@@ -196,11 +196,11 @@ class _Trainer:
             if num_bytes := self._heldout_bytes(indices):
                 nats_per_byte = current.global_loss_sum / num_bytes
                 result["heldout_bits_per_byte"] = nats_per_byte / math.log(2.0)
-        self.evaluations.append(result)
+        self.history.evaluations.append(result)
         if self.is_root:
             self.metrics_file.write(json.dumps(result) + "\n")
             self.metrics_file.flush()
-            self.console.evaluated(result, self.baselines)
+            self.console.evaluated(result, self.history.baselines)
 
     def _heldout_bytes(self, indices: np.ndarray) -> int:
         """Return the evaluated targets that are bytes; every evaluation has the same rows."""
@@ -212,15 +212,11 @@ class _Trainer:
         mesh = self.setup.mesh
         return shard_rows(num_rows, mesh.dp, mesh.coordinate(self.transport.rank)["dp"])
 
-    def _count(self, plan: Plan) -> None:
-        key = plan.name
-        self.runs_of_plan[key] = (plan, self.runs_of_plan.get(key, (plan, 0))[1] + 1)
-
     def _log(self, current: StepState, step_s: float) -> None:
         loss = current.global_loss_sum / current.global_targets
         if current.step == 0:
-            self.first_loss = loss
-        self.last_loss = loss
+            self.history.first_loss = loss
+        self.history.last_loss = loss
         values = current.metrics
         spread = np.stack([values[0], values.min(0), values.mean(0), values.max(0)], axis=1)
         row: dict[str, Any] = {
@@ -241,124 +237,16 @@ class _Trainer:
         self.metrics_file.flush()
         self.console.step(row)
 
-    # The end -----------------------------------------------------------------------------
-
-    def write_summary(self) -> None:
-        """Collect every rank's totals on rank 0 and write summary.json; all ranks call it."""
-        mine = json.dumps(self._my_totals())
-        everyone = [json.loads(text) for text in self.transport.exchange(mine)]
+    def sum_up(self) -> None:
+        """Write the summary and compare the replicas; all ranks call it."""
+        totals = collect_totals(self.transport, self.state)
         if not self.is_root:
             return
-        ended_s = time.time()
-        record_path = self.run_dir / "run.json"
-        record = json.loads(record_path.read_text(encoding="utf-8"))
-        record["ended"] = iso_time(ended_s)
-        write_json(record_path, record)
-        size = self.transport.size
-        matrix = [[0] * size for _ in range(size)]
-        predicted_matrix = [[0] * size for _ in range(size)]
-        for rank, totals in enumerate(everyone):
-            for peer, nbytes in totals.pop("sent_to").items():
-                matrix[rank][int(peer)] += nbytes
-        for plan, times in self.runs_of_plan.values():
-            for sender, line in enumerate(bytes_matrix(plan)):
-                for receiver, nbytes in enumerate(line):
-                    predicted_matrix[sender][receiver] += nbytes * times
-        for rank, totals in enumerate(everyone):
-            totals["predicted_traffic"] = self._predicted_traffic(rank)
-            totals["predicted_memory"] = self._predicted_memory(rank)
-        save_weights(
-            self.run_dir / WEIGHTS_FILE,
-            self.state.master,
-            {
-                "run": self.config.run.name,
-                "committed_steps": str(self.state.committed),
-                "mpisim": mpisim.__version__,
-            },
+        write_summary(
+            self.run_dir, totals, self.history, setup=self.setup, data=self.data, state=self.state
         )
-        write_json(
-            self.run_dir / "summary.json",
-            {
-                "status": "done",
-                "steps": self.config.train.steps,
-                "kernels": self.state.kernels.name,
-                "committed_steps": self.state.committed,
-                "skipped_steps": self.state.loss_scale.num_skipped,
-                "wall_s": ended_s - self.started_s,
-                "first_loss": finite_or_none(self.first_loss),
-                "last_loss": finite_or_none(self.last_loss),
-                "baselines": self.baselines,
-                "primary_baseline": self.data.primary_baseline,
-                "evaluations": self.evaluations,
-                "plans": {name: times for name, (_, times) in self.runs_of_plan.items()},
-                "bytes_matrix": matrix,
-                "predicted_bytes_matrix": predicted_matrix,
-                "ranks": everyone,
-            },
-        )
-        self.console.summary(self.run_dir, everyone)
-        assert_replicas_equal(everyone)
-
-    def _my_totals(self) -> dict[str, Any]:
-        state = self.state
-        sent_to: dict[int, int] = {}
-        traffic: dict[str, Traffic] = {}
-        for communicator in (state.dp, state.control):
-            for collective, moved in communicator.traffic().items():
-                traffic[f"{communicator.axis} {collective}"] = moved
-            for peer, nbytes in communicator.bytes_sent_to().items():
-                sent_to[peer] = sent_to.get(peer, 0) + nbytes
-        ledger = state.ledger
-        return {
-            "rank": state.rank,
-            "host": host_name(),
-            "traffic": {
-                name: {field: getattr(moved, field) for field in TRAFFIC_FIELDS}
-                for name, moved in traffic.items()
-            },
-            "sent_to": sent_to,
-            "stall_s": {
-                f"{axis} {cause}": seconds
-                for (axis, cause), seconds in state.meter.stall_totals.items()
-            },
-            "memory": {
-                "live": ledger.live,
-                "peak": ledger.peak,
-                "peak_total": ledger.peak_total,
-                "at_peak": ledger.at_peak,
-            },
-            "resident_peak_bytes": resident_peak_bytes(),
-            "params_sha256": digest(state.master),
-        }
-
-    def _predicted_traffic(self, rank: int) -> dict[str, dict[str, int]]:
-        totals: Priced = {}
-        for plan, times in self.runs_of_plan.values():
-            for key, counts in price_rank(plan, rank).items():
-                entry = totals.setdefault(key, dict.fromkeys(TRAFFIC_FIELDS, 0))
-                for field, value in counts.items():
-                    entry[field] += value * times
-        return {f"{axis} {collective}": counts for (axis, collective), counts in totals.items()}
-
-    def _predicted_memory(self, rank: int) -> dict[str, Any]:
-        peak = dict.fromkeys(MEMORY_CATEGORIES, 0)
-        worst: Any = None
-        for plan, _ in self.runs_of_plan.values():
-            forecast = self.setup.forecast(plan, rank, self.data.nbytes)
-            peak = {name: max(value, forecast.peak[name]) for name, value in peak.items()}
-            if worst is None or forecast.peak_total > worst.peak_total:
-                worst = forecast
-        return {
-            "peak": peak,
-            "peak_total": worst.peak_total,
-            "at_peak": worst.at_peak,
-            "peak_op": worst.peak_op,
-        }
-
-
-def finite_or_none(value: float) -> float | None:
-    """Return a number as JSON can hold it: a skipped step may have a loss that is not finite."""
-    return value if math.isfinite(value) else None
+        self.console.summary(self.run_dir, totals)
+        assert_replicas_equal(totals)
 
 
 def _agree_and_create(transport: Transport, setup: Setup, data: Dataset, overwrite: bool) -> Path:
@@ -408,19 +296,3 @@ def _agree_and_create(transport: Transport, setup: Setup, data: Dataset, overwri
     # On another host without a shared file system a rank keeps its trace in a folder of its own.
     (run_dir / "trace").mkdir(parents=True, exist_ok=True)
     return run_dir
-
-
-def assert_replicas_equal(totals: list[dict[str, Any]]) -> None:
-    """Compare the digests of all replicas' parameters.
-
-    Raises
-    ------
-    PlanError
-        Two replicas differ in some bit.
-    """
-    digests = {entry["params_sha256"] for entry in totals}
-    if len(digests) > 1:
-        raise PlanError(
-            f"replicas must hold the same bits; got {len(digests)} different sets of parameters. "
-            f"Report this: a collective or an update is wrong."
-        )

@@ -13,17 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpisim.data import documents as documents_module
-from mpisim.data.batch import IGNORED
+from mpisim.data.batch import IGNORED, Batch
 from mpisim.data.corpus import split_documents
-from mpisim.data.documents import (
-    DecoderData,
-    documents_batch,
-    load_documents,
-    stream_of_bytes,
-    stream_of_tokens,
-    token_dtype,
-)
+from mpisim.data.documents import DecoderData, documents_batch
 from mpisim.data.heldout import HELDOUT_RULE
+from mpisim.data.load_documents import load_documents
+from mpisim.data.rows import stream_of_bytes, stream_of_tokens, token_dtype
 from mpisim.data.synthetic import SyntheticDocuments
 from mpisim.data.tokenizer import BOS, EOS, PAD, decode
 from mpisim.errors import ConfigError
@@ -54,12 +49,12 @@ THREE = ([1, 2, 3], [4, 5], [6, 7, 8, 9])
 
 
 def test_packed_rows_by_hand():
-    data = make_data(THREE, window=4, layout="packed")
+    data = make_data([*THREE, [10, 11]], window=4, layout="packed")
     batch = all_rows(data)
-    assert batch.x.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, P, P, P]]
-    assert batch.targets.tolist() == [[2, 3, -1, 5], [-1, 7, 8, 9], [-1, -1, -1, -1]]
-    assert batch.starts.tolist() == [[0, 0, 0, 3], [0, 1, 1, 1], [0, 0, 0, 0]]
-    assert [data.count_targets("train", [row]) for row in range(3)] == [3, 3, 0]
+    assert batch.x.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, P]]
+    assert batch.targets.tolist() == [[2, 3, -1, 5], [-1, 7, 8, 9], [-1, 11, -1, -1]]
+    assert batch.starts.tolist() == [[0, 0, 0, 3], [0, 1, 1, 1], [0, 1, 1, 0]]
+    assert [data.count_targets("train", [row]) for row in range(3)] == [3, 3, 1]
     assert data.num_train == 3 and data.num_heldout == 0
 
 
@@ -95,6 +90,95 @@ def test_rows_wider_than_all_data():
         batch = all_rows(data)
         assert batch.num_targets == data.count_targets("train", np.arange(data.num_train)) == 2
         assert (None if starts is None else batch.starts.tolist()) == starts
+
+
+# --- rows without a target -------------------------------------------------------------------
+
+
+def test_packed_rows_of_last_tokens_only_are_no_rows():
+    """Window 1: a row for every token but each document's last; padded never had such rows."""
+    for layout in LAYOUTS:
+        data = make_data([*THREE, [10]], window=1, layout=layout)
+        batch = all_rows(data)
+        assert batch.x[:, 0].tolist() == [1, 2, 4, 6, 7, 8]
+        assert batch.targets[:, 0].tolist() == [2, 3, 5, 7, 8, 9]
+        assert data.num_train == 6 == data.record()["num_train"]
+        some = data.train_batch(np.array([5, 0, 3]))
+        assert some.targets[:, 0].tolist() == [9, 2, 7]
+        assert [data.count_targets("train", [row]) for row in range(6)] == [1] * 6
+
+
+@pytest.mark.parametrize(
+    ("length", "packed", "padded"), [(47, 6, 6), (48, 6, 6), (49, 6, 6), (50, 7, 7), (57, 7, 7)]
+)
+def test_49_tokens_are_six_rows_of_eight(length, packed, padded):
+    """The 49th token is the target of the 48th and begins a row in which nothing follows."""
+    tokens = np.arange(length)
+    for layout, num_rows in (("packed", packed), ("padded", padded)):
+        data = make_data([tokens], [tokens], window=8, layout=layout)
+        assert data.num_train == data.num_heldout == num_rows
+        batch = all_rows(data, "heldout")
+        assert batch.x.shape == (num_rows, 8) and batch.num_targets == length - 1
+        assert np.all((batch.targets != IGNORED).any(axis=1))
+        assert sorted(batch.targets[batch.targets != IGNORED].tolist()) == tokens[1:].tolist()
+        with pytest.raises(IndexError, match=rf"train rows must be in 0\.\.{num_rows - 1};"):
+            data.train_batch(np.array([num_rows]))
+
+
+def test_a_gap_in_the_middle_moves_the_rows_behind_it():
+    """A document of one token fills the second of four rows."""
+    documents = [[1, 2, 3], [4], [5], [6], [7, 8, 9, 10, 11]]
+    batch = all_rows(make_data(documents, window=3, layout="packed"))
+    assert batch.x.tolist() == [[1, 2, 3], [7, 8, 9], [10, 11, P]]
+    assert batch.targets.tolist() == [[2, 3, -1], [8, 9, 10], [11, -1, -1]]
+    assert batch.starts.tolist() == [[0, 0, 0]] * 3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_held_out_split_without_targets_counts_as_none(layout):
+    data = make_data([[1, 2, 3]], [[4], [5], [6]], window=2, layout=layout)
+    assert data.num_heldout == 0 == data.record()["num_heldout"]
+    assert data.heldout_batch([]).x.shape == (0, 2)
+    assert data.baselines()["split"] == "train"
+    with pytest.raises(IndexError, match="heldout rows"):
+        data.heldout_batch(np.array([0]))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.int16, np.int32, np.int64])
+def test_targets_of_every_integer_dtype_are_counted_one_by_one(dtype):
+    """Unsigned ones have none that is ignored; as rows they would be counted once each."""
+    targets = np.arange(12, dtype=dtype).reshape(3, 4)
+    assert Batch(targets, targets).num_targets == 12
+    if np.dtype(dtype).kind == "i":
+        targets[1, 1:3] = IGNORED
+        assert Batch(targets, targets).num_targets == 10
+    # One class a row, or features to predict: rows count.
+    assert Batch(targets, targets[:, 0]).num_targets == 3
+    assert Batch(targets, targets.astype("f4")).num_targets == 3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bytes_are_bytes_in_a_larger_vocabulary(tmp_path, layout):
+    """A model of 300 ids over text is still paid by the byte."""
+    (tmp_path / "t.txt").write_bytes(b"hello\n\nthere\n")
+    (narrow, wide) = (
+        load_documents(
+            kind="text", path=str(tmp_path / "t.txt"), window=4, layout=layout, vocab_size=size
+        )
+        for size in (0, 300)
+    )
+    assert wide.vocab_size == 300 and wide.has_bytes and narrow.has_bytes
+    rows = np.arange(wide.num_train)
+    assert wide.count_bytes("train", rows) == narrow.count_bytes("train", rows) > 10
+    assert wide.count_bytes("train", rows) == all_rows(wide).num_bytes
+    assert "unigram_bits_per_byte" in wide.baselines()
+    # Ids of a file of their own are none, whatever their number but that of the tokenizer.
+    np.save(tmp_path / "t.npy", np.arange(40) % 7)
+    ids = load_documents(
+        kind="text", path=str(tmp_path / "t.npy"), window=4, layout=layout, vocab_size=300
+    )
+    assert not ids.has_bytes and ids.count_bytes("train", np.arange(3)) == 0
+    assert "unigram_bits_per_byte" not in ids.baselines()
 
 
 def test_text_documents_begin_and_end_with_specials():
@@ -184,9 +268,12 @@ def test_every_target_of_every_document_appears_exactly_once(layout, documents, 
     assert np.all(batch.targets[filled] == IGNORED)
     if layout == "packed":
         assert np.all(batch.starts[filled] == 0)
-        assert sorted(batch.x[~filled].tolist()) == list(range(len(owner)))
-    else:
-        assert np.all(valid.any(axis=1))
+        # All tokens but those of rows that would predict nothing.
+        pieces = [range(lo, lo + window) for lo in range(0, len(owner), window)]
+        targets = {token for token, _ in pairs}
+        kept = [token for piece in pieces for token in piece if targets.intersection(piece)]
+        assert batch.x[~filled].tolist() == [token for token in kept if token < len(owner)]
+    assert np.all(valid.any(axis=1))
     # Any rows in any order, counted without being computed.
     indices = np.array(
         data.draw(st.lists(st.integers(0, rows.num_train - 1), max_size=6)), np.int64
@@ -218,10 +305,12 @@ def test_batches_are_new_contiguous_int32(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_out_of_range_are_refused(layout):
-    data = make_data(THREE, window=4, layout=layout)
+    data = make_data([*THREE, [10, 11]], window=4, layout=layout)
+    last = data.num_train - 1
+    assert last == {"packed": 2, "padded": 3}[layout]
     for call in (data.train_batch, lambda i: data.count_targets("train", i)):
-        for bad in ([3], [-1], [0, 1 << 40]):
-            with pytest.raises(IndexError, match=r"train rows must be in 0\.\.2"):
+        for bad in ([last + 1], [-1], [0, 1 << 40]):
+            with pytest.raises(IndexError, match=rf"train rows must be in 0\.\.{last};"):
                 call(np.array(bad))
     with pytest.raises(IndexError, match="heldout rows"):
         data.heldout_batch(np.array([0]))
@@ -232,16 +321,14 @@ def test_rows_out_of_range_are_refused(layout):
 @pytest.mark.parametrize("heldout", [(), ([1, 2, 3],)])
 def test_bytes_in_memory_are_exact(layout, heldout):
     data = make_data(THREE, heldout, window=4, layout=layout)
-    arrays = {
-        id(array): array
-        for rows in data._rows.values()
-        for array in vars(rows).values()
-        if isinstance(array, np.ndarray)
-    }
-    # Views have no memory of their own.
-    owners = [array for array in arrays.values() if array.flags.owndata]
-    assert data.nbytes == sum(array.nbytes for array in owners)
-    assert all(array.base is None for array in owners)
+    owners = {}
+    for array in (a for rows in data._rows.values() for a in vars(rows).values()):
+        if isinstance(array, np.ndarray):
+            # Views have no memory of their own, but keep that of another.
+            while array.base is not None:
+                array = array.base
+            owners[id(array)] = array
+    assert data.nbytes == sum(array.nbytes for array in owners.values())
 
 
 def test_streams_take_two_bytes_a_token():

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from mpisim.data import heldout
 from mpisim.data.corpus import read_library
-from mpisim.data.documents import load_documents
 from mpisim.data.heldout import choose_heldout
+from mpisim.data.load_documents import load_documents
 from mpisim.data.tokenizer import decode
 
 QUICK = settings(max_examples=60, derandomize=True, deadline=None)

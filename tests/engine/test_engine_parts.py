@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from small_jobs import assert_close, linear_model, rows_of, run_engine, start_engine
+from small_jobs import FLOAT64, assert_close, linear_model, rows_of, run_engine, start_engine
 
 from mpisim.comm.local import run_threads
 from mpisim.config.schema import OptimizerSection
 from mpisim.engine.state import EngineState, num_optimizer_arrays
 from mpisim.engine.step import Engine
+from mpisim.errors import BatchError
+from mpisim.layouts.metrics import METRIC_NAMES
 from mpisim.mesh import Mesh
 from mpisim.nn.models import build_mlp
 from mpisim.nn.precision import Policy
@@ -184,6 +186,37 @@ def test_a_batch_of_the_wrong_dtype_is_refused_before_the_update():
         return True
 
     assert on_one_rank(body)
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype", "message"),
+    [
+        (FLOAT64, "f4", "must have dtype float64"),
+        (Policy(*["float32"] * 4), "f8", "must have dtype float32"),
+        (Policy("float32", "float32", "float32", "bfloat16"), "f8", "must have dtype float32"),
+        (Policy("float32", "bfloat16", "float32", "float32"), "f4", None),
+        (Policy("float32", "float16", "float32", "float32"), "f4", None),
+    ],
+)
+def test_features_are_rounded_for_16_bit_policies_only(policy, dtype, message):
+    """Nothing is converted silently; but data sets make no 16-bit rows."""
+    rows_ = tuple(a.astype(dtype) for a in rows_of([1.0, -1.0], [0.1, 3.0]))
+    job, outcome = start_engine(linear_model(), [[[rows_]]], policy=policy)
+    (state,) = outcome.states
+    if message is None:
+        assert not job.errors and state.committed == 1
+    else:
+        assert type(job.errors[0]) in (ValueError, AssertionError, BatchError), job.errors
+        assert state.committed == 0
+
+
+def test_figures_of_a_step_stay_those_of_the_step():
+    """The buffer that gathers them serves every step; what a step returns is its own."""
+    steps = [[[rows_of([1.0] * count)], [rows_of([2.0])]] for count in (1, 2, 3)]
+    done = run_engine(linear_model(), steps).done
+    column = METRIC_NAMES.index("rows")
+    assert [step.metrics[:, column].tolist() for step in done[0]] == [[1, 1], [2, 1], [3, 1]]
+    assert [step.metrics for step in done[1]] == [None] * 3
 
 
 def test_the_gradient_norm_is_global_and_taken_once():

@@ -165,16 +165,27 @@ def test_only_a_dynamic_scale_moves_or_skips(kind):
     assert (scale.value, scale.good_steps) == (8.0, 0)
 
 
-@pytest.mark.parametrize("kind", ["none", "static"])
-def test_a_fixed_scale_ends_the_run_instead_of_skipping(kind):
+@pytest.mark.parametrize(
+    ("kind", "policy", "said"),
+    [
+        ("none", FLOAT64, ["gradient norm must be finite"]),
+        ("static", FLOAT64, ["got a number that is not at loss scale 128", "'dynamic'"]),
+        ("none", FLOAT16, ["got a number that is not at loss scale 1 in step 0", "'dynamic'"]),
+    ],
+)
+def test_a_fixed_scale_ends_the_run_instead_of_skipping(kind, policy, said):
+    """The remedy is that of the scale if a scale may be what overflowed."""
     value = 1.0 if kind == "none" else 128.0
+    steps = linear_steps(2, 2)
+    if policy is FLOAT16:
+        steps = [[[tuple(a.astype("f4") for a in b) for b in p] for p in parts] for parts in steps]
     job, outcome = start_engine(
-        linear_model(), linear_steps(2, 2), start=ZERO, overlap=False,
+        linear_model(), steps, start=ZERO, overlap=False, policy=policy,
         prepare=plant(write(bias=np.inf), rank=1, step=0), loss_scale=LossScale(kind, value),
     )  # fmt: skip
     # A rank may see that another has ended before it raises itself.
     text = str(next(iter(job.errors.values())))
-    assert "gradient norm must be finite" in text and "No update was made" in text
+    assert all(part in text for part in [*said, "No update was made"]), text
     assert sorted(job.errors) == [0, 1]
     for state in outcome.states:
         assert state.committed == 0 and gradients_are_zero(state)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,8 +29,9 @@ from mpisim.data.batch import Batch
 from mpisim.engine.loss_scale import LossScale
 from mpisim.errors import PeerLost, RecomputeMismatch
 from mpisim.nn.dropout import DropoutMasks, keep_threshold
+from mpisim.nn.layers import LayerContext
 from mpisim.nn.precision import Policy
-from mpisim.plan.ops import Backward, Forward
+from mpisim.plan.ops import Backward, Forward, Recompute, StartSync
 
 DROPOUT = 0.5
 OPTIMIZER = OptimizerSection(kind="adamw", lr=0.01, weight_decay=0.1, clip_norm=1.0)
@@ -141,6 +144,129 @@ def test_c107_ranks_have_different_masks_and_equal_weights():
     assert abs(np.mean(found[0] == found[1]) - 0.5) < 0.03
     assert abs(np.mean(found[0]) - 0.5) < 0.03 and abs(np.mean(found[1]) - 0.5) < 0.03
     assert bits_of(done.states[0].params) == bits_of(done.states[1].params)
+
+
+def draws(recompute, every):
+    """Return the ranges of words drawn by forwards and by backwards, by step and microbatch."""
+    forwards, backwards, told = {}, {}, []
+
+    def prepare(state):
+        state.observe_draws = lambda *span: told.append(span)
+
+        def observe(op):
+            if op in (Forward(state.last, 0), Forward(state.last, 1)):
+                forwards[state.step.step, op.micro] = set(told)
+            elif op in (Backward(state.first, 0), Backward(state.first, 1)):
+                backwards[state.step.step, op.micro] = set(told)
+            else:
+                return
+            told.clear()
+
+        state.observe_op = observe
+
+    run_engine(
+        small_decoder(DROPOUT), steps_of(2), optimizer=OPTIMIZER, recompute=recompute, every=every,
+        prepare=prepare,
+    )  # fmt: skip
+    return forwards, backwards
+
+
+@pytest.mark.parametrize(("recompute", "every"), [("none", 1), *MODES])
+def test_c105_backward_draws_the_words_that_forward_drew(recompute, every):
+    """Told by the masks themselves, replays included; six sites, two microbatches of two rows."""
+    forwards, backwards = draws(recompute, every)
+    assert forwards == backwards == draws("none", 1)[0]
+    row = LENGTH * 8
+    for (_, micro), spans in forwards.items():
+        want = {(row * (4 * site + 2 * micro), row * (4 * site + 2 * micro + 2))
+                for site in range(6)}  # fmt: skip
+        assert spans == want
+    assert len(forwards) == 4
+
+
+# --- beside communication --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", ["all", "selective"])
+def test_between_is_called_between_layers(keep):
+    """Not before the first, nor behind the last; and it changes no bit."""
+    block = small_decoder().blocks[1]
+    assert len(block.layers) > 3
+    params = block.init(lambda name: np.random.default_rng(len(name)), np.dtype("f8"))
+    x = np.random.default_rng(0).standard_normal((2, LENGTH, 8))
+    events = []
+
+    class Told:
+        """A layer that says when it runs."""
+
+        def __init__(self, layer):
+            self.layer = layer
+
+        def __getattr__(self, name):
+            return getattr(self.layer, name)
+
+        def forward(self, *arguments):
+            events.append("layer")
+            return self.layer.forward(*arguments)
+
+    told = replace(block, layers=tuple((name, Told(layer)) for name, layer in block.layers))
+    y, _ = told.forward(params, x, LayerContext(), keep, between=lambda: events.append("between"))
+    assert events == ["layer", *["between", "layer"] * (len(block.layers) - 1)]
+    want, _ = block.forward(params, x, LayerContext(), keep)
+    assert y.tobytes() == want.tobytes()
+
+
+def test_a_replay_advances_the_rings_between_its_layers():
+    """Rank 1 holds its gradients back until rank 0 has replayed, so one is surely on its way."""
+    replayed, calls = threading.Event(), []
+
+    def prepare(state):
+        if state.rank == 1:
+
+            def hold(op):
+                if op == Forward(state.last, 0):
+                    assert replayed.wait(20.0)
+
+            state.observe_op = hold
+            return
+        real = state.dp.advance
+
+        def advance():
+            calls.append("advance")
+            real()
+
+        def observe(op):
+            if isinstance(op, Recompute):
+                replayed.set()
+            calls.append(op)
+
+        state.dp.advance, state.observe_op = advance, observe
+
+    model = small_decoder()
+    run_engine(
+        model, steps_of(1, ranks=2, micros=1), recompute="full", bucket_bytes=1, prepare=prepare
+    )
+    replay = calls.index(Recompute("block2", 0))
+    before = next(place for place in range(replay - 1, -1, -1) if calls[place] != "advance")
+    assert calls[before] == StartSync(0, 8)
+    layers = len(model.blocks[3].layers)
+    assert model.blocks[3].name == "block2"
+    # One by the engine behind the op before, the others between layers.
+    assert calls[before + 1 : replay] == ["advance"] * (1 + layers - 1)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_overlap_changes_no_bit_of_a_run_with_replays(every):
+    on, off = (
+        run_engine(
+            small_decoder(DROPOUT), steps_of(3, ranks=3, rows=6), optimizer=OPTIMIZER,
+            recompute="full", every=every, bucket_bytes=1, overlap=overlap,
+        )
+        for overlap in (True, False)
+    )  # fmt: skip
+    assert on.losses == off.losses and on.norms == off.norms
+    for one, other in zip(on.states, off.states, strict=True):
+        assert bits_of(one.params) == bits_of(other.params)
 
 
 # --- what it costs (B5) ----------------------------------------------------------------------

@@ -126,8 +126,8 @@ def test_a_forecast_by_hand(tmp_path):
     params = (3 * 5 + 5 + 5 * 2 + 2) * 8
     assert memory.live["params"] == memory.live["grads"] == params
     assert memory.live["optimizer"] == 2 * params
-    # One rank needs no scratch: the scalars (1 + 2 + 1 + 4), its figures, and their collection.
-    assert memory.live["comm_buffers"] == (8 + 2 * len(METRIC_NAMES)) * 8
+    # One rank needs no scratch: the scalars (1 + 2 + 1 + 3), its figures, and their collection.
+    assert memory.live["comm_buffers"] == (7 + 2 * len(METRIC_NAMES)) * 8
     assert memory.peak["data"] == 24 * (3 + 2) * 8
     # Forward keeps y (24, 5) once for tanh and for the head, and the head the difference (24, 2);
     # the gradient of y comes on top while the head runs backward.

@@ -178,6 +178,53 @@ def test_c104_backward_uses_the_mask_of_forward():
     assert np.array_equal(dx, y) and set(np.unique(y)) == {0.0, 2.0}
 
 
+@pytest.mark.parametrize("length", [4, 6])
+def test_backward_draws_the_ranges_of_forward(length):
+    """Every draw is told, with its first word and the one after its last."""
+    model = small_decoder(dropout=0.5)
+    params = shaken(init_params(model, 0, "float64"))
+    ids, targets = token_batch(2, length)
+    told = []
+    masks = DropoutMasks(
+        KEY, rows=3, max_len=6, width=8, first_row=1, on_draw=lambda *span: told.append(span)
+    )
+    ctx = context(targets, dropout=masks)
+    x, kept = ids, []
+    for block, block_params in zip(model.blocks, model.split_params(params), strict=True):
+        x, saved = block.forward(block_params, x, ctx)
+        kept.append((block, block_params, saved))
+    forwards, dy = sorted(told), 1.0
+    told.clear()
+    for block, block_params, saved in reversed(kept):
+        dy, _ = block.backward(block_params, saved, dy, ctx)
+    assert sorted(told) == forwards
+    # Rows that are filled up are drawn whole, shorter ones one by one.
+    words = 6 * 8
+    want = []
+    for site in range(model.num_dropout_sites):
+        first = masks.site_range(site)[0] + words
+        if length == 6:
+            want.append((first, first + 2 * words))
+        else:
+            want += [(first + row * words, first + row * words + 4 * 8) for row in range(2)]
+    assert forwards == want
+
+
+def test_what_is_told_is_what_is_drawn():
+    told = []
+    masks = DropoutMasks(
+        KEY, rows=3, max_len=4, width=5, first_row=1, on_draw=lambda *span: told.append(span)
+    )
+    raw = stream(masks.site_range(2)[1])
+    for shape in ((2, 4, 5), (2, 3, 5)):
+        told.clear()
+        words = masks.words(1, shape)
+        drawn = [raw[start:end] for start, end in told]
+        assert np.array_equal(words.reshape(-1), np.concatenate(drawn))
+    # A watched mask is the same mask.
+    assert masks == DropoutMasks(KEY, rows=3, max_len=4, width=5, first_row=1)
+
+
 def test_docstring_examples_hold():
     result = doctest.testmod(dropout)
     assert result.attempted and not result.failed

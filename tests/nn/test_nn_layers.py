@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from mpisim.nn.layers import Activation, Embedding, LayerContext, Linear, normal_weights
+from mpisim.nn.arrays import normal_weights
+from mpisim.nn.layers import Activation, Embedding, LayerContext, Linear
 from mpisim.nn.losses import MeanSquaredError, SoftmaxCrossEntropy
 from mpisim.nn.numerics import TILE_ELEMENTS, flat_view, squared_norm, tile_slices
 from mpisim.nn.precision import dtype_of, is_floating

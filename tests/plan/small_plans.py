@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from mpisim.mesh import Mesh
+from mpisim.nn.decoder import build_decoder
 from mpisim.nn.models import build_mlp
 from mpisim.plan.build import BlockSpecs, Plan, build_eval_plan, build_train_plan
 from mpisim.plan.ops import Op
@@ -27,12 +28,23 @@ DEEP = build_mlp(
 """Blocks block0 .. block4 and head: enough for segments of several blocks."""
 
 
+DECODER = build_decoder(
+    vocab_size=5, d_model=2, num_blocks=5, num_heads=1, num_kv_heads=1, d_ff=3, tied=True, max_len=4,
+    dropout=0.0,
+)  # fmt: skip
+"""Blocks embed, block0 .. block4 and head: attention has an interior to compute again."""
+
+
 def specs(rows: int, length: int | None = None):
     return MODEL.spec(rows, np.dtype("float64"), length)
 
 
 def deep_specs(rows: int, length: int | None = None):
     return DEEP.spec(rows, np.dtype("float64"), length)
+
+
+def decoder_specs(rows: int, length: int | None = None):
+    return DECODER.spec(rows, np.dtype("float64"), length)
 
 
 def train_plan(

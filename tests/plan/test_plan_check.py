@@ -15,6 +15,7 @@ from mpisim.plan.check import check_plan, draw_place
 from mpisim.plan.ops import (
     Backward,
     BackwardStage,
+    CheckGradients,
     Forward,
     GatherMetrics,
     LoadBatch,
@@ -28,7 +29,8 @@ from mpisim.plan.text import op_text
 TARGETS = ReduceScalars("target_count", 1, "int64")
 LOSS = ReduceScalars("loss", 2, "float64")
 FLAG = ReduceScalars("non_finite", 1, "int64", "max")
-EVAL = ReduceScalars("eval", 4, "float64")
+EVAL = ReduceScalars("eval", 3, "float64")
+NORM = CheckGradients()
 METRICS = GatherMetrics(len(METRIC_NAMES))
 
 
@@ -83,12 +85,33 @@ def test_an_update_before_a_wait_is_refused(bucket):
 
 
 @pytest.mark.parametrize("bucket", [0, 1, 2])
-def test_a_flag_before_a_wait_is_refused(bucket):
-    """C019: a flag taken before the sum is there would miss what another rank found."""
-    plan = moved(moved(PLAN, LOSS, WaitSync(bucket)), FLAG, WaitSync(bucket))
+def test_a_norm_before_a_wait_is_refused(bucket):
+    """C019: a norm taken before the sum is there would miss what another rank found."""
+    plan = PLAN
+    for op in (LOSS, NORM, FLAG):
+        plan = moved(plan, op, WaitSync(bucket))
     missing = list(range(bucket, 3))
-    rule = re.escape(f"the flag must follow WaitSync of buckets {missing}")
-    refused(plan, rule, op=op_text(FLAG))
+    rule = re.escape(f"the norm must follow WaitSync of buckets {missing}")
+    refused(plan, rule, op="CheckGradients")
+
+
+def test_a_flag_without_or_before_the_check_is_refused():
+    """The flag would be that of the step before, or False."""
+    for plan in (removed(PLAN, NORM), moved(PLAN, FLAG, NORM)):
+        refused(plan, "the flag must follow CheckGradients", op=op_text(FLAG))
+    plan = removed(PLAN, NORM, ranks=[1])
+    refused(plan, "the flag must follow CheckGradients", op=op_text(FLAG), ranks=[1])
+
+
+def test_a_check_before_the_loss_is_summed_is_refused():
+    """A loss of another rank that is not finite would be missed."""
+    plan = moved(PLAN, NORM, LOSS)
+    refused(plan, "CheckGradients must follow ReduceScalars of kind loss", op="CheckGradients")
+
+
+def test_a_second_check_is_refused():
+    plan = edited(PLAN, lambda ops: ops.insert(ops.index(FLAG), NORM))
+    refused(plan, "must check its gradients once", op="CheckGradients")
 
 
 def test_a_missing_wait_is_refused():
@@ -97,7 +120,7 @@ def test_a_missing_wait_is_refused():
 
 def test_a_missing_wait_on_one_rank_is_refused_there():
     plan = removed(PLAN, WaitSync(1), ranks=[1])
-    refused(plan, r"WaitSync of buckets \[1\]", op=op_text(FLAG), ranks=[1])
+    refused(plan, r"WaitSync of buckets \[1\]", op="CheckGradients", ranks=[1])
 
 
 def test_a_missing_start_is_refused():
@@ -168,7 +191,9 @@ def test_an_unknown_bucket_is_refused(bucket):
 
 
 def test_a_bucket_in_flight_at_the_end_is_refused():
-    plan = removed(removed(removed(PLAN, WaitSync(2)), FLAG), OptimizerStep())
+    plan = PLAN
+    for op in (WaitSync(2), NORM, FLAG, OptimizerStep()):
+        plan = removed(plan, op)
     refused(plan, r"nothing behind; got buckets in flight \[2\] on rank 0")
 
 
@@ -206,7 +231,7 @@ def test_a_missing_last_backward_leaves_activations():
 
     def edit(ops):
         gone = [op for op in ops if isinstance(op, (StartSync, WaitSync, OptimizerStep))]
-        for op in [*gone, FLAG, Backward("block0", 1)]:
+        for op in [*gone, NORM, FLAG, Backward("block0", 1)]:
             ops.remove(op)
 
     refused(

@@ -15,6 +15,7 @@ from mpisim.plan.ops import (
     WAIT_AXIS,
     Backward,
     BackwardStage,
+    CheckGradients,
     Forward,
     ForwardStage,
     GatherMetrics,
@@ -65,11 +66,12 @@ def test_stage_ops_become_block_ops_backward_in_reverse():
 
 def test_the_update_is_framed_by_the_sums():
     """C002, C019: the target count is summed before the first op; after the last the loss, then
-    the flag, and only then the update."""
+    the norm is taken, then the flag is agreed on, and only then the update."""
     assert frame_update([LoadBatch(0)]) == [
         ReduceScalars("target_count", 1, "int64"),
         LoadBatch(0),
         ReduceScalars("loss", 2, "float64"),
+        CheckGradients(),
         ReduceScalars("non_finite", 1, "int64", "max"),
         OptimizerStep(),
         GatherMetrics(len(METRIC_NAMES)),
@@ -250,7 +252,7 @@ def test_an_evaluation_has_forwards_and_one_sum():
     assert eval_plan([[2, 1]]).ranks[0] == (
         LoadBatch(0), Forward("block0", 0), Forward("block1", 0), Forward("head", 0),
         LoadBatch(1), Forward("block0", 1), Forward("block1", 1), Forward("head", 1),
-        ReduceScalars("eval", 4, "float64"),
+        ReduceScalars("eval", 3, "float64"),
     )  # fmt: skip
 
 

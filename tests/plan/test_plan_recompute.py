@@ -7,7 +7,16 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_plans import deep_specs, edited, eval_plan, moved, removed, replaced, train_plan
+from small_plans import (
+    decoder_specs,
+    deep_specs,
+    edited,
+    eval_plan,
+    moved,
+    removed,
+    replaced,
+    train_plan,
+)
 
 from mpisim.errors import PlanError
 from mpisim.layouts.specs import BlockSpec, LayerSpec
@@ -128,12 +137,23 @@ def test_the_last_block_and_blocks_that_keep_nothing_are_not_replayed():
     embed = BlockSpec(name="embed", layers=(LayerSpec(output_bytes=64),))
     keeps_input = LayerSpec(input_bytes=64, saves_input=True)
     keeps_more = LayerSpec(input_bytes=64, extra_saved_bytes=4)
+    interior = LayerSpec(input_bytes=64, extra_saved_bytes=12, interior_bytes=4)
     blocks = tuple(
         BlockSpec(name=name, layers=(layer,))
-        for name, layer in (("b", keeps_input), ("c", keeps_more), ("head", keeps_input))
-    )
-    assert recomputable((embed, *blocks)) == ("b", "c")
-    assert recomputable(blocks[:1]) == ()
+        for name, layer in (
+            ("b", keeps_input), ("c", keeps_more), ("d", interior), ("head", interior),
+        )
+    )  # fmt: skip
+    assert recomputable((embed, *blocks), "full") == ("b", "c", "d")
+    assert recomputable((embed, *blocks), "selective") == ("d",)
+    for mode in ("full", "selective"):
+        assert recomputable(blocks[:1], mode) == recomputable(blocks[-1:], mode) == ()
+
+
+def test_selective_replays_nothing_of_a_model_without_attention():
+    """A block of an MLP has no interior: replaying it would cost time and save no byte."""
+    plan = train_plan([[2, 2]], recompute="selective", specs=deep_specs)
+    assert plan.ranks == train_plan([[2, 2]], specs=deep_specs).ranks
 
 
 def test_the_output_of_every_segment_is_compared_and_no_other():
@@ -159,19 +179,23 @@ def test_interiors_are_compared_by_their_layers(mode):
 def test_every_built_plan_passes(recompute, every):
     for rows in ([[2]], [[1, 2], [0, 3]], [[0, 0, 0, 0]] * 3, [[2, 1], [1, 1], [1, 0]]):
         for overlap in (True, False):
-            plan = train_plan(
-                rows, recompute=recompute, every=every, specs=deep_specs, overlap=overlap,
-                bucket_bytes=100,
-            )  # fmt: skip
-            check_plan(plan)
-            replays = [op for op in plan.ranks[0] if isinstance(op, Recompute)]
-            assert len(replays) == (5 * len(rows[0]) if recompute != "none" else 0)
+            for specs in (deep_specs, decoder_specs):
+                plan = train_plan(
+                    rows, recompute=recompute, every=every, specs=specs, overlap=overlap,
+                    bucket_bytes=100,
+                )  # fmt: skip
+                check_plan(plan)
+                replays = [op for op in plan.ranks[0] if isinstance(op, Recompute)]
+                silent = recompute == "none" or (
+                    recompute == "selective" and (specs is deep_specs or not any(map(sum, rows)))
+                )
+                assert len(replays) == (0 if silent else 5 * len(rows[0]))
 
 
 def test_recompute_changes_no_message():
     """The collectives, their order and the order of additions stay."""
     plans = [
-        train_plan([[1, 2], [2, 1]], recompute=mode, specs=deep_specs, bucket_bytes=100)
+        train_plan([[1, 2], [2, 1]], recompute=mode, specs=decoder_specs, bucket_bytes=100)
         for mode in ("none", "selective", "full")
     ]
 
@@ -189,7 +213,7 @@ def test_recompute_changes_no_message():
 FULL = train_plan([[2, 2], [2, 1]], recompute="full", specs=deep_specs, bucket_bytes=1)
 EVERY = train_plan([[2, 2], [2, 1]], recompute="full", every=2, specs=deep_specs, bucket_bytes=1)
 """Segments (block0, block1), (block2, block3), (block4)."""
-SELECTIVE = train_plan([[2, 2], [2, 1]], recompute="selective", specs=deep_specs)
+SELECTIVE = train_plan([[2, 2], [2, 1]], recompute="selective", specs=decoder_specs)
 
 
 def refused(plan, rule, *, op):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_plans import deep_specs, eval_plan, train_plan
+from small_plans import decoder_specs, deep_specs, eval_plan, train_plan
 
 from mpisim.errors import PlanError
 from mpisim.layouts.specs import ParamSpec
@@ -47,7 +47,9 @@ PLANS = {
         [[1], [1], [1], [0]], bucket_bytes=1, algorithm="ring"
     ),
     "evaluation": lambda: eval_plan([[2, 2], [1, 0]]),
-    "recompute_selective": lambda: train_plan([[4]], recompute="selective"),
+    "recompute_selective": lambda: train_plan(
+        [[4]], recompute="selective", specs=decoder_specs
+    ),
     "recompute_full_two_microbatches": lambda: train_plan([[2, 2]], recompute="full"),
     "recompute_every_two": lambda: train_plan(
         [[4]], recompute="full", every=2, specs=deep_specs, bucket_bytes=150

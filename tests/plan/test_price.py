@@ -88,10 +88,10 @@ def test_one_rank_sends_nothing():
 
 
 def test_an_evaluation_costs_one_sum():
-    """Four float64 over three ranks: rank 1 folds into 0 and gets the result back."""
+    """Three float64 over three ranks: rank 1 folds into 0 and gets the result back."""
     priced = [price_rank(eval_plan([[1], [1], [1]]), rank) for rank in range(3)]
     assert [entry["control", "all_reduce"] for entry in priced] == [
-        counts(2, 64, 2, 64), counts(1, 32, 1, 32), counts(1, 32, 1, 32),
+        counts(2, 48, 2, 48), counts(1, 24, 1, 24), counts(1, 24, 1, 24),
     ]  # fmt: skip
     assert all(entry.keys() == {("control", "all_reduce")} for entry in priced)
 

@@ -41,10 +41,15 @@ def train(folder, name, ranks, **sections):
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """Return run directories by name: several, one, killed, untraced, text."""
+    """Return run directories by name: several, one, killed, untraced, text, decoder.
+
+    `decoder` recomputes, stores float16, sends bfloat16, and skips its first steps.
+    """
     folder = tmp_path_factory.mktemp("runs")
     source = folder / "source.txt"
     source.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    documents = folder / "documents.txt"
+    documents.write_text("\n\n".join(f"document {number}" * 3 for number in range(200)))
     made = {
         "several": train(folder, "several", 3),
         "one": train(folder, "one", 1),
@@ -53,6 +58,15 @@ def runs(tmp_path_factory):
             folder, "text", 2,
             data={"kind": "text", "path": str(source), "window": 3},
             train={"steps": 30, "global_batch": 16, "eval_every": 10},
+        ),
+        "decoder": train(
+            folder, "decoder", 2,
+            data={"kind": "text", "path": str(documents), "window": 8, "layout": "padded"},
+            model={"kind": "decoder", "d_model": 8, "num_blocks": 2, "num_heads": 2},
+            precision={"compute": "float16", "wire": "bfloat16", "init_scale": 2.0**30},
+            memory={"recompute": "full"},
+            parallel={"bucket_bytes": 1 << 20},
+            train={"steps": 24, "global_batch": 4, "eval_every": 12, "warmup_report_steps": 1},
         ),
     }  # fmt: skip
     killed = shutil.copytree(made["several"], folder / "killed")

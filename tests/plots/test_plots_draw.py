@@ -11,6 +11,8 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 
+from mpisim.plan.ops import OP_TYPES, WAIT_AXIS
+from mpisim.report import export_perfetto
 from mpisim.report.traces import Overlap
 
 
@@ -29,8 +31,8 @@ def test_bytes_by_kind_has_a_measured_and_a_predicted_bar_per_rank(plots, figure
     left, right = figure.axes
     assert len(bars(left)) == len(bars(right)) == 6
     assert [bar.get_height() for bar in bars(left)] == [2, 4, 6, 2, 4, 6]
-    assert left.get_ylabel() == "bytes sent over the whole run (KiB)"
-    assert right.get_ylabel() == "bytes sent over the whole run (bytes)"
+    assert left.get_ylabel() == "sent over the whole run (KiB)"
+    assert right.get_ylabel() == "sent over the whole run (bytes)"
     assert left.get_xlabel() == "rank"
     assert "measured - predicted = 0" in figure.get_suptitle()
     assert "difference 0" in left.get_title(loc="left")
@@ -47,7 +49,7 @@ def test_bytes_by_kind_without_a_prediction(plots, figure):
     module = plots("bytes_by_kind")
     module.draw(figure, module.BytesByKind("title", {"dp all_reduce": [1024, 1024]}, None))
     assert len(bars(figure.axes[0])) == 2
-    assert figure.axes[0].get_ylabel() == "bytes sent so far (KiB)"
+    assert figure.axes[0].get_ylabel() == "sent so far (KiB)"
     assert legend_texts(figure) == ["measured: read off the trace"]
 
 
@@ -163,7 +165,7 @@ def test_timeline_draws_every_op_and_message_in_its_row(plots, figure):
             rank,
             ops=[(0.0, 0.004, "Forward", "head"), (0.005, 0.010, "wait dp", "")],
             gaps=[(0.004, 0.005)],
-            messages=[(0.001, 0.003, 0), (0.005, 0.007, "control")],
+            messages=[(0.001, 0.003, 0), (0.005, 0.007, None)],
         )
         for rank in (0, 1)
     ]
@@ -182,8 +184,218 @@ def test_timeline_draws_every_op_and_message_in_its_row(plots, figure):
     assert [label.get_text() for label in ax.get_yticklabels()] == ["rank 0", "rank 1"]
     assert "75% of the ring steps" in figure.get_suptitle()
     assert legend_texts(figure) == [
-        "forward", "wait for gradients (dp)", "received: bucket 0, 2, ...", "received: scalars",
+        "forward", "wait for gradients (dp)", "received: bucket 0", "received: scalars",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("buckets", "labels"),
+    [
+        ([0], ["bucket 0"]),
+        ([0, 1], ["bucket 0", "bucket 1"]),
+        ([0, 1, 2], ["buckets 0, 2", "bucket 1"]),
+        ([0, 1, 2, 3, 4], ["buckets 0, 2, ...", "buckets 1, 3"]),
+    ],
+)
+def test_timeline_names_the_buckets_that_are_there(plots, figure, buckets, labels):
+    module = plots("timeline")
+    messages = [(0.001 * number, 0.001 * number + 0.0005, number) for number in buckets]
+    lane = module.Lane(0, ops=[(0.0, 0.01, "wait dp", "")], messages=messages)
+    module.draw(figure, module.Timeline("title", [lane]))
+    assert legend_texts(figure)[1:] == [f"received: {label}" for label in labels]
+    received = [item for item in figure.axes[0].collections if isinstance(item, PolyCollection)][1]
+    colours = {tuple(colour) for colour in received.get_facecolors()}
+    assert len(colours) == min(2, len(buckets))
+
+
+def test_timeline_draws_recompute_and_the_gradient_norm_as_what_they_are(plots, figure, runs):
+    module = plots("timeline")
+    data = module.load(runs["decoder"])
+    for lane in data.lanes:
+        again = [block for *_, key, block in lane.ops if key == "Recompute"]
+        assert again == ["block1", "block0"]
+        # The norm and the update.
+        assert sum(key == "OptimizerStep" for *_, key, _ in lane.ops) == 2
+        assert not any(key == "other compute" for *_, key, _ in lane.ops)
+    module.draw(figure, data)
+    assert "recompute" in legend_texts(figure)
+    assert "gradient norm, optimizer" in legend_texts(figure)
+    assert "other compute" not in legend_texts(figure)
+
+
+def test_every_kind_of_op_has_a_colour_and_a_label(plots):
+    """An op that is added must not turn up black and nameless."""
+    common, module = plots("common"), plots("timeline")
+    expanded = {"ForwardStage", "BackwardStage"}
+    computing = set(OP_TYPES) - expanded - {op.__name__ for op in WAIT_AXIS}
+    drawn = {module.DRAWN_AS.get(kind, kind) for kind in computing}
+    assert drawn <= set(common.OP_COLOURS)
+    assert set(common.OP_COLOURS) == set(module.KIND_LABELS)
+    assert set(common.WAIT_COLOURS) == set(module.WAIT_LABELS) == set(WAIT_AXIS.values())
+
+
+def test_a_narrow_bar_has_the_number_of_its_block(plots, figure):
+    module = plots("timeline")
+    ops = [
+        (0.0, 0.8, "Forward", "block10"), (0.8, 0.83, "Recompute", "block11"),
+        (0.83, 0.86, "Backward", "embed"), (0.86, 0.862, "Backward", "block12"),
+        (0.862, 1.0, "Backward", "block13"),
+    ]  # fmt: skip
+    module.draw(figure, module.Timeline("title", [module.Lane(0, ops=ops)]))
+    (ax,) = figure.axes
+    assert [text.get_text() for text in ax.texts] == ["block10", "11", "block13"]
+    assert [text.get_color() for text in ax.texts] == ["black", "black", "white"]
+
+
+def skipped_of(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [row["step"] for row in map(json.loads, lines) if row.get("skipped")]
+
+
+def test_timeline_says_what_was_skipped_and_prefers_an_update(plots, runs):
+    module, run = plots("timeline"), runs["decoder"]
+    skipped = skipped_of(run)
+    # The middle of the run would be a skipped step.
+    assert skipped == list(range(len(skipped))) and 12 < len(skipped) < 23
+    chosen = module.load(run).title
+    assert "skipped" not in chosen
+    assert int(chosen.split()[3]) not in skipped
+    assert module.load(run, 1).title.startswith("Timeline of step 1, skipped (run")
+    last = skipped[-1]
+    few, many = module.load(run, last - 1, 3).title, module.load(run, last - 5, 7).title
+    assert f"steps {last - 1} to {last + 1}, skipped: {last - 1}, {last} (" in few
+    assert f"steps {last - 5} to {last + 1}, skipped: 6 of them (" in many
+
+
+def test_convergence_marks_skipped_steps_on_the_upper_edge(plots, figure):
+    module = plots("convergence")
+    data = module.Convergence(
+        "title", "nats", [1, 2, 3, 4], [5.0, 4.0, 3.0, 2.0], skipped=[0, 2, 6], not_finite=2
+    )
+    module.draw(figure, data)
+    FigureCanvasAgg(figure).draw()
+    (ax,) = figure.axes
+    (marks,) = [line for line in ax.lines if line.get_marker() == "x"]
+    points = marks.get_transform().transform(marks.get_xydata())
+    assert points[:, 1] == pytest.approx(ax.bbox.y1)
+    # Neither the marks nor what is left out changes the scale of the losses.
+    assert ax.get_ylim() == pytest.approx((2 - 0.21, 5 + 0.21))
+    assert ax.get_xlim() == (0, 6)
+    assert ax.get_xlabel() == "step (2 losses not finite, left out)"
+    assert "skipped steps: 3" in legend_texts(figure)
+
+
+def test_convergence_reads_skips_and_leaves_out_what_is_not_finite(plots, runs, tmp_path):
+    module = plots("convergence")
+    run = shutil.copytree(runs["decoder"], tmp_path / "broken")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if row["step"] == 3 and "loss" in row:
+            row["loss"] = None
+        if row["step"] == 23 and "heldout_loss" in row:
+            row["heldout_loss"] = None
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = module.load(run)
+    assert 3 not in data.steps and 3 in data.skipped
+    assert data.skipped == skipped_of(run)
+    assert [step for step, _ in data.heldout] == [11]
+    assert data.not_finite == 2
+    assert np.isfinite([*data.losses, *(loss for _, loss in data.heldout)]).all()
+
+
+def test_convergence_draws_the_unigram_model_that_it_compares_with(plots, figure, runs):
+    """The decoder's bits per byte are compared with the model's, not with the entropy."""
+    module = plots("convergence")
+    data = module.load(runs["decoder"])
+    known = json.loads((runs["decoder"] / "summary.json").read_text())["baselines"]
+    assert data.baselines["unigram"] == known["unigram_cross_entropy_nats"]
+    assert "unigram entropy" not in data.baselines
+    assert "unigram entropy" in module.load(runs["text"]).baselines
+
+
+def test_step_time_crosses_out_skipped_steps(plots, figure, runs):
+    module = plots("step_time")
+    module.draw(figure, module.StepTime("title", [0, 1, 2, 3], [0.1, 0.2, 0.3, 0.4], 1, [0, 2]))
+    left = figure.axes[0]
+    assert left.get_xlabel() == "step"
+    crosses = [np.asarray(item.get_offsets()).tolist() for item in left.collections]
+    assert crosses[-1] == [[0, 100], [2, pytest.approx(300)]]
+    assert "a skipped step" in legend_texts(figure)
+    assert module.load(runs["decoder"]).skipped == skipped_of(runs["decoder"])
+    assert module.load(runs["several"]).skipped == []
+
+
+@pytest.mark.parametrize("values", [[5.0], [5.0, 5.0], [5.0, 5.001, 5.002], [1.0, 9.0]])
+def test_bars_of_step_times_hold_all_and_are_never_hairlines(plots, values):
+    edges = plots("step_time")._edges(values, 10.0)
+    assert edges[0] <= min(values) and max(values) <= edges[-1]
+    assert np.diff(edges).min() >= 10 / 60 - 1e-9
+    assert sum(np.histogram(values, edges)[0]) == len(values)
+
+
+def test_stalls_name_only_what_was_waited_for(plots, figure):
+    module = plots("stalls")
+    spent = {0: {("dp", "recv"): 0.2, ("dp", "send"): 0.0}, 1: {("control", "recv"): 0.1}}
+    module.draw(figure, module.Stalls("title", spent, 2.0))
+    assert legend_texts(figure) == ["dp: a message", "control: a message"]
+
+
+def test_memory_shows_master_params_and_the_saw_tooth_of_recompute(plots, figure, runs):
+    module = plots("memory")
+    data = module.load(runs["decoder"])
+    assert data.recompute == "full"
+    training, evaluation = data.curves
+    assert training.name == "training step 1, skipped"
+    assert evaluation.name.startswith("evaluation after step") and "skip" not in evaluation.name
+    assert training.live_bytes["master_params"].min() == 2 * training.live_bytes["params"].max()
+    live = np.diff(training.live_bytes["activations"])
+    turns = np.sign(live[live != 0])
+    # Up through the forwards; then every recompute up and every backward down.
+    assert (np.diff(turns) > 0).sum() >= 2
+    module.draw(figure, data)
+    assert "master_params" in legend_texts(figure)
+    assert "(recompute full)" in figure.get_suptitle()
+    assert module.load(runs["several"]).recompute == "none"
+
+
+def exported(run, out):
+    export_perfetto(run, out)
+    return [e for e in json.loads(out.read_text())["traceEvents"] if e["ph"] == "X"]
+
+
+def test_perfetto_names_recomputed_blocks_and_skipped_steps(runs, tmp_path):
+    """DESIGN: what runs on commit only is reported by the branch that was taken."""
+    events = exported(runs["decoder"], tmp_path / "trace.json")
+    again = [e["name"] for e in events if e["name"].startswith("Recompute")]
+    assert set(again) == {"Recompute block0", "Recompute block1"}
+    skipped = skipped_of(runs["decoder"])
+    for kind in ("step", "compute"):
+        named = [
+            e for e in events
+            if e["cat"] == kind and (kind == "step" or e["name"].startswith("OptimizerStep"))
+            and not e["name"].startswith("evaluation")
+        ]  # fmt: skip
+        assert len(named) == 2 * 24
+        for event in named:
+            step, args = event["args"]["step"], event["args"]
+            assert event["name"].endswith(" (skipped)") == (step in skipped)
+            assert args["branch"] == ("skip" if step in skipped else "commit")
+            if step in skipped:
+                assert args["loss_scale"] == 2.0 ** (30 - step)
+    assert all("branch" not in e["args"] for e in events if e["name"].startswith("evaluation"))
+
+
+def test_perfetto_without_a_record_of_the_steps_tells_no_branch(runs, tmp_path):
+    """Traces alone export; so do those of a run whose last step is in no line."""
+    alone = tmp_path / "alone"
+    shutil.copytree(runs["decoder"] / "trace", alone / "trace")
+    events = exported(alone, tmp_path / "alone.json")
+    assert events and not any("branch" in e["args"] or "skipped" in e["name"] for e in events)
+    cut = shutil.copytree(runs["decoder"], tmp_path / "cut")
+    lines = (cut / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (cut / "metrics.jsonl").write_text("".join(lines[:2]))
+    events = exported(cut, tmp_path / "cut.json")
+    assert {e["args"]["step"] for e in events if "branch" in e["args"]} == {0, 1}
 
 
 def test_timeline_shows_a_middle_step_after_warm_up(plots, runs):
@@ -191,7 +403,8 @@ def test_timeline_shows_a_middle_step_after_warm_up(plots, runs):
     assert data.title.startswith("Timeline of step 5 ")
     assert [lane.rank for lane in data.lanes] == [0, 1, 2]
     kinds = [key for _, _, key, _ in data.lanes[0].ops]
-    assert kinds[0] == "wait control" and kinds.count("OptimizerStep") == 1
+    # The norm and the update.
+    assert kinds[0] == "wait control" and kinds.count("OptimizerStep") == 2
     assert min(start for lane in data.lanes for start, *_ in lane.ops) == 0
     for lane in data.lanes:
         assert len(lane.gaps) == len(lane.ops) - 1
@@ -204,7 +417,7 @@ def test_timeline_shows_evaluations_only_between_steps(plots, runs):
     assert sum(key == "LoadBatch" for _, _, key, _ in module.load(runs["one"], 3).lanes[0].ops) == 2
     two = module.load(runs["one"], 3, 2)
     assert "steps 3 to 4" in two.title
-    assert sum(key == "OptimizerStep" for _, _, key, _ in two.lanes[0].ops) == 2
+    assert sum(key == "OptimizerStep" for _, _, key, _ in two.lanes[0].ops) == 2 * 2
     assert sum(key == "LoadBatch" for _, _, key, _ in two.lanes[0].ops) > 4
 
 
@@ -290,8 +503,12 @@ def lab(colour, vision):
 def test_colours_of_one_picture_can_be_told_apart(plots, vision):
     common = plots("common")
     palettes = {
-        "ops": [*common.OP_COLOURS.values(), *common.WAIT_COLOURS.values()],
-        "messages": [*plots("timeline").MESSAGE_COLOURS.values()],
+        "timeline": [
+            *common.OP_COLOURS.values(),
+            *common.WAIT_COLOURS.values(),
+            *plots("timeline").BUCKET_COLOURS,
+            plots("timeline").SCALARS_COLOUR,
+        ],
         "stalls": [*common.STALL_COLOURS.values()],
         "memory": [*common.MEMORY_COLOURS.values()],
         "bars": [common.MEASURED, common.PREDICTED],

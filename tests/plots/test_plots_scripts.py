@@ -36,7 +36,7 @@ def test_all_knows_every_script(plots):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", ["several", "text", "one", "killed", "untraced"])
+@pytest.mark.parametrize("kind", ["several", "text", "one", "killed", "untraced", "decoder"])
 def test_a_picture_or_a_reason(plots, runs, tmp_path, kind, name):
     common, script = plots("common"), plots(name)
     out = tmp_path / "new folder" / "picture.png"
@@ -55,7 +55,7 @@ def test_a_picture_or_a_reason(plots, runs, tmp_path, kind, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", ["several", "text", "killed"])
+@pytest.mark.parametrize("kind", ["several", "text", "killed", "decoder"])
 def test_no_text_covers_another_and_every_axis_has_its_unit(plots, runs, kind, name):
     script = plots(name)
     with matplotlib.style.context(plots("common").STYLE):

@@ -177,7 +177,7 @@ def test_args_say_what_moved_and_which_op_asked_for_it(exported):
             if "sequence" in event.get("args", {})} == {"all_reduce", "gather"}  # fmt: skip
     compute = [e for e in exported["traceEvents"] if e.get("cat") == "compute"]
     assert {e["args"]["op"].split()[0] for e in compute} == {
-        "LoadBatch", "Forward", "Backward", "StartSync", "OptimizerStep",
+        "LoadBatch", "Forward", "Backward", "StartSync", "CheckGradients", "OptimizerStep",
     }  # fmt: skip
     waits = [e for e in exported["traceEvents"] if e.get("cat") == "wait"]
     assert {(e["args"]["op"].split()[0], e["args"]["waits_on"]) for e in waits} == {
@@ -220,7 +220,7 @@ def test_a_failed_export_leaves_the_old_file_and_no_other(finished_run, tmp_path
     out = tmp_path / "out.json"
     out.write_text("old")
 
-    def lines(traces):
+    def lines(*_):
         yield "{}"
         raise OSError("disk full")
 

@@ -12,8 +12,9 @@ from mpisim.engine import handlers
 from mpisim.errors import CommError, ConfigError, MpisimError, PeerLost, PlanError
 from mpisim.launch import Job
 from mpisim.plan.ops import OptimizerStep
-from mpisim.train.loop import assert_replicas_equal, train_on
+from mpisim.train.loop import train_on
 from mpisim.train.setup import Setup
+from mpisim.train.summary import assert_replicas_equal
 
 
 def run_with(configs, **options):

@@ -82,6 +82,35 @@ def test_the_most_probable_byte_follows(tmp_path):
     assert sample(run, b"a", 0) == b""
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+@pytest.mark.parametrize("stop", [True, False])
+def test_a_byte_costs_one_forward_and_no_more(tmp_path, monkeypatch, count, stop):
+    """Also the last one: nobody asks what would have come next."""
+    calls = []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return last_logits(*arguments)
+
+    monkeypatch.setattr("mpisim.train.sample.last_logits", counted)
+    run = chain_run(tmp_path / "run", {BOS: C, C: A, A: B, B: D, D: A})
+    assert len(sample(run, "", count, temperature=0, stop_at_eos=stop)) == count
+    assert len(calls) == count
+
+
+def test_an_end_costs_one_forward(tmp_path, monkeypatch):
+    calls = []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return last_logits(*arguments)
+
+    monkeypatch.setattr("mpisim.train.sample.last_logits", counted)
+    run = chain_run(tmp_path / "run", {BOS: A, A: B, B: EOS})
+    assert sample(run, "", 9, temperature=0) == b"ab"
+    assert len(calls) == 3
+
+
 def test_it_stops_where_the_model_ends_its_document(tmp_path):
     run = chain_run(tmp_path / "run", {BOS: A, A: B, B: EOS})
     assert sample(run, "", 9, temperature=0) == b"ab"

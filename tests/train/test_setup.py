@@ -9,7 +9,7 @@ from small_jobs import make_config
 
 import mpisim
 import mpisim.train
-from mpisim.config import dump_config
+from mpisim.config import config_from_mapping, dump_config
 from mpisim.errors import ConfigError
 from mpisim.plan.check import check_plan
 from mpisim.plan.text import parse_plan
@@ -117,7 +117,9 @@ def test_the_bytes_of_a_decoder_row_are_those_of_the_data(tmp_path, layout, arra
 
 
 def test_check_prices_every_rank_without_data_and_without_a_run_directory(tmp_path):
-    config = make_config(tmp_path, data={"kind": "text", "path": "no/such/file"}, train={})
+    text = {"kind": "text", "path": "no/such/file"}
+    config = make_config(tmp_path, "regression").model_dump(mode="json") | {"data": text}
+    config = config_from_mapping(config)
     report = check(config, 4)
     rows = report.rows()
     assert [row["rank"] for row in rows] == [0, 1, 2, 3]

@@ -11,6 +11,7 @@ import pytest
 
 from mpisim.cli import main
 from mpisim.data.tokenizer import PAD
+from mpisim.engine.handlers import HANDLERS
 from mpisim.errors import ConfigError
 from mpisim.plan.ops import Recompute
 from mpisim.train import worked
@@ -119,7 +120,10 @@ def test_dropout_owns_a_known_range_and_a_replay_draws_nothing_else(rows):
     assert done["site_ranges"] == [[48 * site, 48 * site + 48] for site in range(6)]
     assert done["counter_before_backward"] == done["counter_after_backward"] == 288
     again = example(rows, dropout=0.5, steps=3, recompute="full")
-    assert {tuple(entry.values()) for entry in again.words} == {(288, 288)}
+    names = ("before_backward", "after_backward", "new_words")
+    for entry in again.words:
+        assert tuple(entry[name] for name in names) == (288, 288, 0)
+    assert done["words_drawn_in_backward_only"] == 0
     assert len(again.words) == 3 * len(microbatches(rows))
 
 
@@ -260,3 +264,33 @@ def test_other_rows_are_refused_in_one_sentence(rows, capsys):
     assert err == f"mpisim: --rows must be 1, 2 or 3; got {rows}. There are three texts.\n"
     with pytest.raises(ConfigError):
         accumulation_record(rows)
+
+
+def test_words_that_only_a_replay_draws_would_be_counted(monkeypatch):
+    """Planted: a replay that takes seven words more, from behind the last site."""
+    real = HANDLERS[Recompute]
+
+    def greedy(state, op):
+        state.context(op.block, op.micro).dropout._draw(288, 7)
+        real(state, op)
+
+    monkeypatch.setitem(HANDLERS, Recompute, greedy)
+    done = accumulation_record(2)["recomputation"]
+    assert done["counter_before_backward"] == 288
+    assert done["counter_after_backward"] == 295
+    # Two microbatches in each of three steps; a range counts once a microbatch.
+    assert done["words_drawn_in_backward_only"] == 7 * 2 * 3
+
+
+def test_words_of_another_place_would_be_counted(monkeypatch):
+    """Planted: a replay that looks at words of its own range that no forward has drawn."""
+    real = HANDLERS[Recompute]
+
+    def elsewhere(state, op):
+        state.context(op.block, op.micro).dropout._draw(3, 5)
+        real(state, op)
+
+    monkeypatch.setitem(HANDLERS, Recompute, elsewhere)
+    done = accumulation_record(2)["recomputation"]
+    assert done["counter_after_backward"] == 288
+    assert done["words_drawn_in_backward_only"] == 5 * 2 * 3

@@ -1,0 +1,219 @@
+"""What a run came to: every rank's totals beside what the plans predict, in summary.json.
+
+`loop` calls in here after the last step; the only messages are the ranks' totals, once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mpisim
+from mpisim.comm.communicator import Traffic
+from mpisim.comm.transport import Transport
+from mpisim.cost.price import Priced, bytes_matrix, price_rank
+from mpisim.data.load import Dataset
+from mpisim.engine.state import EngineState
+from mpisim.errors import PlanError
+from mpisim.layouts.metrics import MEMORY_CATEGORIES, TRAFFIC_FIELDS
+from mpisim.plan.build import Plan
+from mpisim.train.clock import host_name
+from mpisim.train.record import digest, iso_time, resident_peak_bytes
+from mpisim.train.rundir import write_json
+from mpisim.train.setup import Setup
+from mpisim.train.weights import WEIGHTS_FILE, save_weights
+
+PlanRuns = dict[str, tuple[Plan, int]]
+"""Name of a plan -> the plan and how often it ran."""
+
+
+@dataclass
+class History:
+    """What happened while a rank trained; rank 0 alone knows the baselines and losses."""
+
+    baselines: dict[str, float | str]
+    started_s: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
+    first_loss: float = math.nan
+    last_loss: float = math.nan
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+    plan_runs: PlanRuns = field(default_factory=dict)
+
+    def count_run(self, plan: Plan) -> None:
+        """Count one run of a plan."""
+        _, times = self.plan_runs.get(plan.name, (plan, 0))
+        self.plan_runs[plan.name] = (plan, times + 1)
+
+
+def collect_totals(transport: Transport, state: EngineState) -> list[dict[str, Any]]:
+    """Return the totals of every rank, by rank. Collective: all ranks call it."""
+    mine = json.dumps(_rank_totals(state))
+    return [json.loads(text) for text in transport.exchange(mine)]
+
+
+def write_summary(
+    run_dir: Path,
+    totals: list[dict[str, Any]],
+    history: History,
+    *,
+    setup: Setup,
+    data: Dataset,
+    state: EngineState,
+) -> None:
+    """Finish run.json and write the weights and summary.json; rank 0 calls it.
+
+    Parameters
+    ----------
+    run_dir : Path
+    totals : list of dict
+        As `collect_totals` returns them. Changed: the bytes sent to each peer go into the matrix
+        of the summary, and each rank gets "predicted_traffic" and "predicted_memory".
+    history : History
+    setup : Setup
+    data : Dataset
+    state : EngineState
+        Rank 0's; its parameters are those of every replica.
+    """
+    ended_s = time.time()
+    record_path = run_dir / "run.json"
+    record = json.loads(record_path.read_text(encoding="utf-8"))
+    record["ended"] = iso_time(ended_s)
+    write_json(record_path, record)
+    runs = history.plan_runs
+    matrix = _measured_matrix(totals)
+    for rank, entry in enumerate(totals):
+        entry["predicted_traffic"] = _predicted_traffic(runs, rank)
+        entry["predicted_memory"] = _predicted_memory(runs, rank, setup, data.nbytes)
+    save_weights(
+        run_dir / WEIGHTS_FILE,
+        state.master,
+        {
+            "run": setup.config.run.name,
+            "committed_steps": str(state.committed),
+            "mpisim": mpisim.__version__,
+        },
+    )
+    write_json(
+        run_dir / "summary.json",
+        {
+            "status": "done",
+            "steps": setup.config.train.steps,
+            "kernels": state.kernels.name,
+            "committed_steps": state.committed,
+            "skipped_steps": state.loss_scale.num_skipped,
+            "wall_s": ended_s - history.started_s,
+            "first_loss": finite_or_none(history.first_loss),
+            "last_loss": finite_or_none(history.last_loss),
+            "baselines": history.baselines,
+            "primary_baseline": data.primary_baseline,
+            "evaluations": history.evaluations,
+            "plans": {name: times for name, (_, times) in runs.items()},
+            "bytes_matrix": matrix,
+            "predicted_bytes_matrix": _predicted_matrix(runs.values(), len(totals)),
+            "ranks": totals,
+        },
+    )
+
+
+def assert_replicas_equal(totals: list[dict[str, Any]]) -> None:
+    """Compare the digests of all replicas' parameters.
+
+    Raises
+    ------
+    PlanError
+        Two replicas differ in some bit.
+    """
+    digests = {entry["params_sha256"] for entry in totals}
+    if len(digests) > 1:
+        raise PlanError(
+            f"replicas must hold the same bits; got {len(digests)} different sets of parameters. "
+            f"Report this: a collective or an update is wrong."
+        )
+
+
+def finite_or_none(value: float) -> float | None:
+    """Return a number as JSON can hold it: a skipped step may have a loss that is not finite."""
+    return value if math.isfinite(value) else None
+
+
+def _rank_totals(state: EngineState) -> dict[str, Any]:
+    """Return what this rank sent, waited for and held over the whole run."""
+    sent_to: dict[int, int] = {}
+    traffic: dict[str, Traffic] = {}
+    for communicator in (state.dp, state.control):
+        for collective, moved in communicator.traffic().items():
+            traffic[f"{communicator.axis} {collective}"] = moved
+        for peer, nbytes in communicator.bytes_sent_to().items():
+            sent_to[peer] = sent_to.get(peer, 0) + nbytes
+    ledger = state.ledger
+    return {
+        "rank": state.rank,
+        "host": host_name(),
+        "traffic": {
+            name: {field: getattr(moved, field) for field in TRAFFIC_FIELDS}
+            for name, moved in traffic.items()
+        },
+        "sent_to": sent_to,
+        "stall_s": {
+            f"{axis} {cause}": seconds
+            for (axis, cause), seconds in state.meter.stall_totals.items()
+        },
+        "memory": {
+            "live": ledger.live,
+            "peak": ledger.peak,
+            "peak_total": ledger.peak_total,
+            "at_peak": ledger.at_peak,
+        },
+        "resident_peak_bytes": resident_peak_bytes(),
+        "params_sha256": digest(state.master),
+    }
+
+
+def _measured_matrix(totals: list[dict[str, Any]]) -> list[list[int]]:
+    """Take "sent_to" out of the totals; return the bytes from each rank (row) to each other."""
+    matrix = [[0] * len(totals) for _ in totals]
+    for line, entry in zip(matrix, totals, strict=True):
+        for peer, nbytes in entry.pop("sent_to").items():
+            line[int(peer)] += nbytes
+    return matrix
+
+
+def _predicted_matrix(runs: Iterable[tuple[Plan, int]], num_ranks: int) -> list[list[int]]:
+    matrix = [[0] * num_ranks for _ in range(num_ranks)]
+    for plan, times in runs:
+        for sender, line in enumerate(bytes_matrix(plan)):
+            for receiver, nbytes in enumerate(line):
+                matrix[sender][receiver] += nbytes * times
+    return matrix
+
+
+def _predicted_traffic(runs: PlanRuns, rank: int) -> dict[str, dict[str, int]]:
+    """Return what a rank sends and receives in all runs, by axis and collective."""
+    totals: Priced = {}
+    for plan, times in runs.values():
+        for key, counts in price_rank(plan, rank).items():
+            entry = totals.setdefault(key, dict.fromkeys(TRAFFIC_FIELDS, 0))
+            for name, value in counts.items():
+                entry[name] += value * times
+    return {f"{axis} {collective}": counts for (axis, collective), counts in totals.items()}
+
+
+def _predicted_memory(runs: PlanRuns, rank: int, setup: Setup, data_bytes: int) -> dict[str, Any]:
+    """Return the peaks over all plans: of each category, and of the plan with the largest sum."""
+    forecasts = [setup.forecast(plan, rank, data_bytes) for plan, _ in runs.values()]
+    # The first of equals: `max` keeps it.
+    worst = max(forecasts, key=lambda forecast: forecast.peak_total)
+    return {
+        "peak": {
+            name: max(0, *(forecast.peak[name] for forecast in forecasts))
+            for name in MEMORY_CATEGORIES
+        },
+        "peak_total": worst.peak_total,
+        "at_peak": worst.at_peak,
+        "peak_op": worst.peak_op,
+    }
