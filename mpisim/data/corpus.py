@@ -1,7 +1,7 @@
 """Documents from disk: the running Python's standard library, or a text file of the user's.
 
 Reads bytes and cuts them into documents; what becomes of them is the business of `text` (windows
-of bytes) and `documents` (rows of tokens).
+of bytes) and `load_documents` (rows of tokens).
 """
 
 from __future__ import annotations

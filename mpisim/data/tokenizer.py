@@ -1,7 +1,7 @@
 """Text to token ids and back: a token is a byte, or one of ten special ids above them.
 
 Pure functions without a vocabulary file, so that every text of any language has tokens and
-`decode(encode(text))` is the text. Called by `documents` and by whoever prompts a model.
+`decode(encode(text))` is the text. Called by `rows`, `load_documents` and whoever prompts a model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Token files: one dim of token ids in NumPy's own format, read without trusting the header.
 
 `numpy.load` believes whatever shape a header names and may run code for object arrays; here the
-header is read first and must agree with the file's size. Called by `text` and `documents`.
+header is read first and must agree with the file's size. Called by `text` and `load_documents`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
     passes.py     functions that add ops to a list
     build.py      the passes in their one fixed order
     text.py       plan <-> text, one line per op
-    check.py      proves a plan with sets instead of arrays: order, matching, deadlock, bytes
+    check.py      proves a plan with sets instead of arrays: order, matching, deadlock, leaks
+    forecast.py   predicted bytes of a rank, category by category
 
 Data and pure functions: no arrays, no messages.
 """

@@ -25,7 +25,7 @@ def op_text(op: Op) -> str:
     --------
     >>> from mpisim.plan.ops import Forward
     >>> op_text(Forward("head", 2))
-    'Forward block=head micro=2'
+    'Forward block=head micro=2 keep=all'
     """
     pairs = [f"{item.name}={getattr(op, item.name)}" for item in fields(op)]
     return " ".join([type(op).__name__, *pairs])

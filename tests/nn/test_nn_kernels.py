@@ -14,9 +14,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from mpisim.data.batch import IGNORED
 from mpisim.errors import ConfigError
 from mpisim.nn import kernels as kernels_module
-from mpisim.data.batch import IGNORED
 from mpisim.nn.kernels import Kernels, load_kernels
 
 DTYPES = [np.dtype(np.float32), np.dtype(np.float64)]
@@ -72,7 +72,7 @@ def _same_bits(a, b):
 
 def test_a_set_offers_what_the_protocol_says(kernels):
     assert kernels.name in ("numpy", "numba")
-    assert len(FUNCTIONS) == 19
+    assert len(FUNCTIONS) == 20
     for name in FUNCTIONS:
         assert callable(getattr(kernels, name)), name
 
@@ -606,7 +606,7 @@ EXACT = ("apply_dropout", "embedding_backward", "adamw_update", "narrow", "widen
 
 def test_the_sets_agree(dtype):
     want, got = _call_all(_load("numpy"), dtype), _call_all(_load("numba"), dtype)
-    assert {name.split()[0] for name in want} == set(FUNCTIONS) - {"prepare"}
+    assert {name.split()[0] for name in want} == set(FUNCTIONS) - {"prepare", "forget"}
     for name, arrays in want.items():
         for a, b in zip(got[name], arrays, strict=True):
             assert a.dtype == b.dtype and a.shape == b.shape, name
@@ -785,7 +785,7 @@ def test_a_numba_that_cannot_be_imported(monkeypatch, caplog):
         load_kernels("numba")
     with caplog.at_level(logging.WARNING):
         assert load_kernels("auto").name == "numpy"
-    assert "Numba is installed but cannot be imported" in caplog.text
+    assert "Numba cannot be used, NumPy computes instead: Numba needs NumPy" in caplog.text
 
 
 def test_an_unknown_set_is_refused():
@@ -835,3 +835,43 @@ def test_processes_may_share_an_empty_cache(tmp_path, monkeypatch):
         process.join(timeout=60)
         assert process.exitcode == 0
     assert list(tmp_path.rglob("*.nbc"))
+
+
+_USE_KERNELS = """
+import sys, numpy as np
+from mpisim.nn.kernels import prepare_kernels
+kernels = prepare_kernels(sys.argv[1], np.dtype("f4"))
+print(kernels.name, kernels.squared_norm(np.full(3, 2.0, dtype=np.float32)))
+"""
+
+
+def _use_kernels(name, folder, **variables):
+    return subprocess.run(
+        [sys.executable, "-c", _USE_KERNELS, name],
+        env={**os.environ, "NUMBA_CACHE_DIR": str(folder), **variables},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("files", "content"), [("*.nbi", b""), ("*.nbi", b"garbage"), ("*.nbc", b"garbage")]
+)
+def test_a_damaged_cache_is_made_anew(tmp_path, files, content):
+    pytest.importorskip("numba")
+    assert _use_kernels("numba", tmp_path).stdout == "numba 12.0\n"
+    damaged = list(tmp_path.rglob(files))
+    assert damaged
+    for path in damaged:
+        path.write_bytes(content)
+    again = _use_kernels("numba", tmp_path)
+    assert (again.returncode, again.stdout, again.stderr) == (0, "numba 12.0\n", "")
+    assert all(path.read_bytes() != content for path in tmp_path.rglob(files))
+
+
+def test_a_numba_that_may_not_compile_is_passed_by(tmp_path):
+    pytest.importorskip("numba")
+    plain = _use_kernels("auto", tmp_path, NUMBA_DISABLE_JIT="1")
+    assert (plain.returncode, plain.stdout) == (0, "numpy 12.0\n")
+    assert "NumPy computes instead: NUMBA_DISABLE_JIT is set" in plain.stderr
+    refused = _use_kernels("numba", tmp_path, NUMBA_DISABLE_JIT="1")
+    assert refused.returncode and "compute.kernels = 'numba' must find" in refused.stderr

@@ -29,8 +29,8 @@ DEEP = build_mlp(
 
 
 DECODER = build_decoder(
-    vocab_size=5, d_model=2, num_blocks=5, num_heads=1, num_kv_heads=1, d_ff=3, tied=True, max_len=4,
-    dropout=0.0,
+    vocab_size=5, d_model=2, num_blocks=5, num_heads=1, num_kv_heads=1, d_ff=3, tied=True,
+    max_len=4, dropout=0.0,
 )  # fmt: skip
 """Blocks embed, block0 .. block4 and head: attention has an interior to compute again."""
 

@@ -47,9 +47,7 @@ PLANS = {
         [[1], [1], [1], [0]], bucket_bytes=1, algorithm="ring"
     ),
     "evaluation": lambda: eval_plan([[2, 2], [1, 0]]),
-    "recompute_selective": lambda: train_plan(
-        [[4]], recompute="selective", specs=decoder_specs
-    ),
+    "recompute_selective": lambda: train_plan([[4]], recompute="selective", specs=decoder_specs),
     "recompute_full_two_microbatches": lambda: train_plan([[2, 2]], recompute="full"),
     "recompute_every_two": lambda: train_plan(
         [[4]], recompute="full", every=2, specs=deep_specs, bucket_bytes=150

@@ -122,7 +122,7 @@ def test_the_report_shows_it(runs):
     assert loss["skipped_steps"] == 3
     text = report_text(path)
     assert "not finite at step 0 -> not finite at step 5" in text
-    assert "skipped: 3 steps with gradients that are not finite; last scale 128" in text
+    assert "skipped: 3 steps with gradients that are not finite; last scale 256" in text
 
 
 def test_two_such_runs_compare(runs):
