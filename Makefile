@@ -121,7 +121,8 @@ bench: install ## Measure collectives on 2 and 4 ranks, and the cost of tracing
 	$(BIN)/mpisim bench trace --ranks 2
 
 bench-step: install ## Measure a training step of the decoder beside PyTorch (installs it)
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python $(PIP_INSTALL) '.[torch]'
+	@$(BIN)/python -c 'import torch' 2>/dev/null || \
+		$(BIN)/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[torch]'
 	$(BIN)/mpisim bench step --kernels numpy
 	$(BIN)/mpisim bench step --kernels numba
 	$(BIN)/mpisim bench step --kernels numba --ranks 2

@@ -45,6 +45,9 @@ def _unread(config: RunConfig) -> list[tuple[str, tuple[str, ...], str]]:
     else:
         unread.append(("model", _DECODER, "model.kind"))
         unread.append(("data", ("layout",), "model.kind"))
+        if config.memory.recompute == "selective":
+            # There is no attention whose weights could be computed again.
+            unread.append(("memory", ("recompute",), "model.kind"))
     if config.data.kind == "regression":
         unread.append(("data", ("window", "max_bytes"), "data.kind"))
         unread.append(("model", ("embed_dim",), "data.kind"))
