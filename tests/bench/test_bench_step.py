@@ -30,7 +30,7 @@ TINY = (
     "model.num_blocks=2",
     "model.num_heads=2",
     "model.d_ff=12",
-    "model.vocab_size=20",
+    "model.vocab_size=270",
     "data.window=6",
 )
 
@@ -136,7 +136,7 @@ def test_the_table_shows_both_sides_and_the_profile():
     row = {
         "model": {
             "d_model": 8, "num_blocks": 2, "num_heads": 4, "num_kv_heads": 2, "d_ff": 12,
-            "vocab_size": 20, "tied": True, "window": 50, "rows": 10,
+            "vocab_size": 270, "tied": True, "window": 50, "rows": 10,
         },
         "ranks": 2, "threads": 1, "dtype": "bfloat16", "kernels": "numba",
         "tokens_per_s": 5000.0, "torch_tokens_per_s": 4000.0, "ratio": 1.25,

@@ -61,7 +61,16 @@ def cases():
                 )  # fmt: skip
     for mode in ("none", "selective"):
         settings = {"recompute": mode, "recompute_every": 3}
-        yield {"memory": settings}, "memory.recompute_every", 3, f"memory.recompute = {mode}"
+        decoder = {"kind": "decoder"}
+        yield {
+            "memory": settings, "model": decoder,
+        }, "memory.recompute_every", 3, f"memory.recompute = {mode}"  # fmt: skip
+    yield (
+        {"memory": {"recompute": "selective"}},
+        "memory.recompute",
+        "selective",
+        "model.kind = mlp",
+    )
 
 
 CASES = list(cases())
