@@ -59,7 +59,7 @@ CASES = (
     Case("ungrouped, untied", {"num_heads": 2, "num_kv_heads": 2, "tied": False}),
     Case("grouped, tied, packed", {"num_heads": 4, "num_kv_heads": 1, "tied": True}, packed=True),
 )
-_CASE_MODEL = {"kind": "decoder", "d_model": 32, "num_blocks": 2, "d_ff": 40, "vocab_size": 61}
+_CASE_MODEL = {"kind": "decoder", "d_model": 32, "num_blocks": 2, "d_ff": 40, "vocab_size": 271}
 
 
 # --- our side --------------------------------------------------------------------------------
