@@ -14,6 +14,7 @@ from typing import ParamSpec, TypeVar
 
 import numpy as np
 
+from mpisim.nn.halves import float32_to_half, half_to_float32
 from mpisim.nn.numerics import TILE_ELEMENTS, flat_view, squared_norm, tile_slices
 
 __all__ = [
@@ -483,10 +484,14 @@ def adamw_update(
 @_quiet
 def widen(x16: np.ndarray) -> np.ndarray:
     """Return the float32 array of the same values."""
+    if x16.dtype == np.float16:
+        return half_to_float32(x16)
     return x16.astype(np.float32, order="C")
 
 
 @_quiet
 def narrow(x32: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return the array rounded to `dtype`."""
+    if dtype == np.float16 and x32.dtype == np.float32:
+        return float32_to_half(x32)
     return x32.astype(dtype, order="C")
