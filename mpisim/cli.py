@@ -51,6 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
     except click.Abort:
         return _complain("interrupted by Ctrl-C (SIGINT).", _FAILED)
     except click.ClickException as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            # A group without a subcommand (click 8.2 and newer): its help, as it is.
+            click.echo(error.format_message(), err=True)
+            return _WRONG_USE
         text = " ".join(error.format_message().split())
         if isinstance(error, click.UsageError) and error.ctx is not None:
             text += f" See {error.ctx.command_path} --help."

@@ -6,7 +6,7 @@ The ranks' side is step_rank.py. PyTorch is an optional extra that nothing but t
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mpisim.bench.parent import BenchResult, start_ranks
@@ -31,7 +31,7 @@ def bench_step(
     kernels: str = "auto",
     rounds: int = 15,
     rows: int = 8,
-    overrides: Iterable[str] = (),
+    overrides: Sequence[str] = (),
 ) -> BenchResult:
     """Time a training step of the decoder beside the same in PyTorch eager, interleaved.
 
@@ -75,6 +75,11 @@ def bench_step(
             "PyTorch must be installed for `bench step`; got no module torch. Install it beside "
             "mpisim (pip install 'mpisim[torch]'; its CPU build is enough)."
         )
+    for text in overrides:
+        if text.partition("=")[0].strip() in ("precision.compute", "model.dtype"):
+            raise ConfigError(
+                f"--set must leave the dtype to --dtype; got {text}. Use --dtype alone."
+            )
     config = bench_config(ranks, dtype, kernels, rows, overrides)
     options = {"config": config.model_dump(mode="json"), "rounds": rounds}
     status, found = start_ranks("step", options, ranks)

@@ -42,7 +42,8 @@ def choose_heldout(documents: Sequence[bytes]) -> tuple[int, ...]:
     -----
     Each 20 documents in a row offer their last one. If it has a near-copy anywhere, the next
     document that has none takes its place, but not one past the next 20th, which is offered
-    itself. So a whole group of near-copies is trained on. Likeness is the Jaccard index of the
+    itself. So a whole group of near-copies is trained on; where most documents are copies, at most
+    a tenth of the distinct ones is held out. Likeness is the Jaccard index of the
     sets of words, split at white space: words of both over words of either, near-copy from
     `NEAR_COPY`; words that more than 1,000 documents have are not counted, and a document
     without any other word counts as a copy. The comparison is exact, no sketch and no hash of
@@ -52,10 +53,11 @@ def choose_heldout(documents: Sequence[bytes]) -> tuple[int, ...]:
     if len(documents) < HELDOUT_EVERY:
         return ()
     likeness = _Likeness(documents)
-    chosen = []
+    most = len(set(documents)) // (HELDOUT_EVERY // 2)
+    chosen: list[int] = []
     for offered in range(HELDOUT_EVERY - 1, len(documents), HELDOUT_EVERY):
         for index in range(offered, min(offered + HELDOUT_EVERY, len(documents))):
-            if not likeness.has_near_copy(index):
+            if len(chosen) < most and not likeness.has_near_copy(index):
                 chosen.append(index)
                 break
     return tuple(chosen)

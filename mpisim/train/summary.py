@@ -89,15 +89,6 @@ def write_summary(
     for rank, entry in enumerate(totals):
         entry["predicted_traffic"] = _predicted_traffic(runs, rank)
         entry["predicted_memory"] = _predicted_memory(runs, rank, setup, data.nbytes)
-    save_weights(
-        run_dir / WEIGHTS_FILE,
-        state.master,
-        {
-            "run": setup.config.run.name,
-            "committed_steps": str(state.committed),
-            "mpisim": mpisim.__version__,
-        },
-    )
     write_json(
         run_dir / "summary.json",
         {
@@ -116,6 +107,16 @@ def write_summary(
             "bytes_matrix": matrix,
             "predicted_bytes_matrix": _predicted_matrix(runs.values(), len(totals)),
             "ranks": totals,
+        },
+    )
+    # Last, so that a disk that is full by now costs the weights and not the figures, too.
+    save_weights(
+        run_dir / WEIGHTS_FILE,
+        state.master,
+        {
+            "run": setup.config.run.name,
+            "committed_steps": str(state.committed),
+            "mpisim": mpisim.__version__,
         },
     )
 
