@@ -1,6 +1,7 @@
 """What a run is: the schema, and reading it from TOML.
 
-schema.py holds the frozen sections, load.py reads files and overrides and words the faults.
+schema.py holds the frozen sections, load.py reads files and overrides and words the faults,
+effects.py names settings that do nothing in a config.
 Everything above imports from here: `from mpisim.config import RunConfig, load_config`.
 """
 
