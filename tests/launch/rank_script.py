@@ -16,8 +16,13 @@ def act(job):
         raise ConfigError("run.dir must be new; got an old one. Add --overwrite.")
     transport = job.connect(timeout_s=30.0)
     transport.barrier()
-    sys.stdout.write(f"rank {job.rank} of {job.size} is process {os.getpid()}\n")
+    line = f"rank {job.rank} of {job.size} is process {os.getpid()}\n"
+    sys.stdout.write(line)
     sys.stdout.flush()
+    if path := os.environ.get("TEST_PROCESSES"):
+        # A launcher that aborts a job may lose what other ranks have written just before.
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(line)
     transport.barrier()
     job.step = 7
     if job.rank == culprit:

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.mpi
 
 
 def pids(text):
-    return [int(pid) for pid in re.findall(r"is process (\d+)", text)]
+    return sorted({int(pid) for pid in re.findall(r"is process (\d+)", text)})
 
 
 def survivors(text):
@@ -34,15 +35,20 @@ def survivors(text):
 
 
 def job(ranks, *how, **env):
-    return subprocess.run(
-        [sys.executable, HERE / "parent_script.py", str(ranks), *map(str, how)],
-        env=ENV | env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    """Run a job; its output is followed by the ranks' own record of their processes."""
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as processes:
+        done = subprocess.run(
+            [sys.executable, HERE / "parent_script.py", str(ranks), *map(str, how)],
+            env=ENV | {"TEST_PROCESSES": processes.name} | env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        done.printed = done.stdout
+        done.stdout += processes.read()
+    return done
 
 
 def messages(text):
@@ -52,7 +58,7 @@ def messages(text):
 def test_a_job_that_is_done():
     done = job(3, "ok")
     assert (done.returncode, done.stderr) == (0, "")
-    assert len(pids(done.stdout)) == 3 and not survivors(done.stdout)
+    assert len(pids(done.printed)) == 3 and not survivors(done.stdout)
 
 
 @pytest.mark.parametrize(
