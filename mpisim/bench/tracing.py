@@ -14,6 +14,7 @@ from mpisim.data.sampler import microbatch_bounds, shard_rows
 from mpisim.engine.state import EngineState
 from mpisim.engine.step import Engine
 from mpisim.layouts.metrics import MEMORY_CATEGORIES
+from mpisim.nn.kernels import prepare_kernels
 from mpisim.trace.recorder import Recorder
 from mpisim.train.setup import Setup
 
@@ -71,8 +72,9 @@ def _group(transport: Any, path: Path | None):
     )
     state = EngineState(
         model=setup.model, mesh=setup.mesh, transport=transport, optimizer=config.optimizer,
-        buckets=setup.full_plan().buckets, seed=0, dtype=config.model.dtype,
+        buckets=setup.full_plan().buckets, seed=0, policy=setup.policy,
         algorithm="auto", recorder=recorder,
+        kernels=prepare_kernels(config.compute.kernels, *setup.policy.dtypes),
     )  # fmt: skip
     engine = Engine(state, 1_000_000)
     plan = setup.full_plan()
@@ -89,7 +91,7 @@ def _group(transport: Any, path: Path | None):
 
     def run() -> None:
         for _ in range(STEPS_PER_GROUP):
-            engine.train_step(plan, engine.committed, load)
+            engine.train_step(plan, state.committed, load)
 
     return run
 
