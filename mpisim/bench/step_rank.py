@@ -19,11 +19,9 @@ from mpisim.comm.local import run_threads
 from mpisim.config import RunConfig, config_from_mapping
 from mpisim.data.batch import IGNORED, Batch
 from mpisim.data.tokenizer import VOCAB_SIZE
-from mpisim.engine.state import EngineState
 from mpisim.engine.step import Engine
 from mpisim.errors import MpisimError
 from mpisim.layouts.metrics import MEMORY_CATEGORIES
-from mpisim.nn.kernels import load_kernels
 from mpisim.trace.recorder import Recorder
 from mpisim.train.setup import Setup
 
@@ -80,12 +78,7 @@ class OurTrainer:
     def __init__(self, transport: Any, config: RunConfig, batch: Batch, recorder: Recorder) -> None:
         setup = Setup(config, transport.size)
         self._plan = setup.full_plan()
-        self.state = EngineState(
-            model=setup.model, mesh=setup.mesh, transport=transport, optimizer=config.optimizer,
-            buckets=self._plan.buckets, seed=config.run.seed, policy=setup.policy,
-            algorithm=config.comm.algorithm, recorder=recorder, overlap=config.parallel.overlap,
-            loss_scale=setup.loss_scale(), kernels=load_kernels(config.compute.kernels),
-        )  # fmt: skip
+        self.state = setup.build_state(transport, recorder)
         self._engine = Engine(self.state, 1_000_000)
         self._batch = batch
         bounds = np.cumsum([0, *self._plan.rows[transport.rank]])

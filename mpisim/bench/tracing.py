@@ -11,10 +11,8 @@ import numpy as np
 
 from mpisim.config import config_from_mapping
 from mpisim.data.sampler import microbatch_bounds, shard_rows
-from mpisim.engine.state import EngineState
 from mpisim.engine.step import Engine
 from mpisim.layouts.metrics import MEMORY_CATEGORIES
-from mpisim.nn.kernels import prepare_kernels
 from mpisim.trace.recorder import Recorder
 from mpisim.train.setup import Setup
 
@@ -70,12 +68,7 @@ def _group(transport: Any, path: Path | None):
     recorder = Recorder(
         path, {"rank": transport.rank, "memory_categories": list(MEMORY_CATEGORIES)}
     )
-    state = EngineState(
-        model=setup.model, mesh=setup.mesh, transport=transport, optimizer=config.optimizer,
-        buckets=setup.full_plan().buckets, seed=0, policy=setup.policy,
-        algorithm="auto", recorder=recorder,
-        kernels=prepare_kernels(config.compute.kernels, *setup.policy.dtypes),
-    )  # fmt: skip
+    state = setup.build_state(transport, recorder)
     engine = Engine(state, 1_000_000)
     plan = setup.full_plan()
     batch = config.train.global_batch

@@ -260,7 +260,7 @@ def _changed_arrays(state: EngineState) -> list[np.ndarray]:
 
 def abandon_step(state: EngineState) -> None:
     """Undo what a failed step left: activations, batches, partial gradients, stamps."""
-    state.recorder.op_stamps.clear()
+    state.recorder.drop_step()
     clear_gradients(state)
     state.ledger.release("activations")
     step = state.step

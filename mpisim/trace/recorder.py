@@ -105,6 +105,13 @@ class Recorder:
         self.op_stamps.clear()
         self._memory.clear()
 
+    def drop_step(self) -> None:
+        """Forget what was recorded since the last step: it failed, and its stamps mean nothing."""
+        for program in self._programs:
+            program.stamps.clear()
+        self.op_stamps.clear()
+        self._memory.clear()
+
     def close(self) -> None:
         """Spill what is left and close the file."""
         for program in self._programs:

@@ -22,7 +22,6 @@ from mpisim.engine.step import Engine
 from mpisim.errors import ConfigError, MpisimError
 from mpisim.launch import Job
 from mpisim.layouts.metrics import MEMORY_CATEGORIES, METRIC_NAMES
-from mpisim.nn.kernels import prepare_kernels
 from mpisim.trace.recorder import Recorder
 from mpisim.train.clock import clock_offset_s, host_name
 from mpisim.train.console import Console
@@ -68,7 +67,7 @@ def train_on(transport: Transport, setup: Setup, job: Job, overwrite: bool) -> E
     """Train over a connected transport; returns this rank's final state."""
     config = setup.config
     # Before the first message, so that no rank waits in one while another compiles.
-    kernels = prepare_kernels(config.compute.kernels, *setup.policy.dtypes)
+    setup.kernels()
     data = load_data(config)
     sampler = Sampler(data.num_train, config.train.global_batch, config.run.seed)
     run_dir = _agree_and_create(transport, setup, data, overwrite)
@@ -83,13 +82,7 @@ def train_on(transport: Transport, setup: Setup, job: Job, overwrite: bool) -> E
             "memory_categories": list(MEMORY_CATEGORIES),
         },
     )
-    state = EngineState(
-        model=setup.model, mesh=setup.mesh, transport=transport, optimizer=config.optimizer,
-        buckets=setup.full_plan().buckets, seed=config.run.seed, policy=setup.policy,
-        algorithm=config.comm.algorithm, recorder=recorder, data_bytes=data.nbytes,
-        overlap=config.parallel.overlap, loss_scale=setup.loss_scale(),
-        kernels=kernels,
-    )  # fmt: skip
+    state = setup.build_state(transport, recorder, data.nbytes)
     trainer = _Trainer(transport, setup, job, data, sampler, state, run_dir)
     try:
         trainer.run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mpisim.comm.transport import Transport
 from mpisim.config.effects import settings_without_effect
 from mpisim.config.schema import RunConfig
 from mpisim.cost.price import Priced, price_rank
@@ -12,16 +13,18 @@ from mpisim.data.load import check_data_section
 from mpisim.data.sampler import microbatch_bounds, shard_rows
 from mpisim.data.tokenizer import VOCAB_SIZE
 from mpisim.engine.loss_scale import LossScale
-from mpisim.engine.state import UPDATE_SCRATCH, num_optimizer_arrays
+from mpisim.engine.state import UPDATE_SCRATCH, EngineState, num_optimizer_arrays
 from mpisim.errors import ConfigError
 from mpisim.layouts.specs import BlockSpec
 from mpisim.mesh import build_mesh
 from mpisim.nn.decoder import build_decoder
+from mpisim.nn.kernels import Kernels, prepare_kernels
 from mpisim.nn.models import Model, build_mlp
 from mpisim.nn.precision import loss_scale_kind, policy_of
 from mpisim.plan.build import Plan, build_eval_plan, build_train_plan
 from mpisim.plan.check import check_plan
 from mpisim.plan.forecast import Itemsizes, MemoryForecast, predict_memory
+from mpisim.trace.recorder import Recorder
 from mpisim.units import format_bytes
 
 EVAL_ROWS_PER_FORWARD = 1024
@@ -134,6 +137,30 @@ class Setup:
             reduce=policy.reduce_dtype.itemsize, wire=policy.wire_dtype.itemsize,
             has_master=policy.has_master, has_wire_copy=policy.wire != policy.reduce,
         )  # fmt: skip
+
+    def build_state(
+        self, transport: Transport, recorder: Recorder, data_bytes: int = 0
+    ) -> EngineState:
+        """Return what a rank owns at the start of a run; compiles the kernels if need be.
+
+        Parameters
+        ----------
+        transport : Transport
+        recorder : Recorder
+        data_bytes : int
+            Bytes that the loaded data set keeps.
+        """
+        config = self.config
+        return EngineState(
+            model=self.model, mesh=self.mesh, transport=transport, optimizer=config.optimizer,
+            buckets=self.full_plan().buckets, seed=config.run.seed, policy=self.policy,
+            algorithm=config.comm.algorithm, recorder=recorder, data_bytes=data_bytes,
+            overlap=config.parallel.overlap, loss_scale=self.loss_scale(), kernels=self.kernels(),
+        )  # fmt: skip
+
+    def kernels(self) -> Kernels:
+        """Return the kernel set that the config asks for, compiled for the run's dtypes."""
+        return prepare_kernels(self.config.compute.kernels, *self.policy.dtypes)
 
     def signature(self, num_rows: int) -> tuple[tuple[int, ...], ...]:
         """Return the rows per rank and microbatch of an update of `num_rows` rows."""

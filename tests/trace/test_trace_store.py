@@ -544,3 +544,21 @@ def test_program_tables_survive_json(tmp_path):
     text = json.dumps(PROGRAM.to_json())
     assert ProgramTable.from_json(json.loads(text)) == PROGRAM
     assert PlanTable.from_json(json.loads(json.dumps(PLAN.to_json()))) == PLAN
+
+
+def test_a_step_that_failed_leaves_no_stamps_and_no_memory_behind(tmp_path):
+    recorder = Recorder(tmp_path / "rank-0000.bin", {"rank": 0, "memory_categories": ["data"]})
+    recorder.add_plan(PLAN)
+    recorder.op_stamps.extend([1.0, 2.0])
+    recorder.add_memory(0, (7,))
+    recorder.drop_step()
+    recorder.step = 1
+    recorder.op_stamps.extend([3.0, 4.0])
+    recorder.add_memory(0, (9,))
+    recorder.end_step(0)
+    recorder.close()
+    trace = read_rank(tmp_path / "rank-0000.bin")
+    ((step, _, stamps),) = trace.ops
+    assert (step, stamps.tolist()) == (1, [[3.0, 4.0]])
+    ((_, _, memory),) = trace.memory
+    assert memory[:, 2].tolist() == [9.0]
