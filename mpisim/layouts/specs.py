@@ -13,6 +13,54 @@ Keep = Literal["all", "selective"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What the working memory of a layer depends on beside shapes and dtype."""
+
+    kernels: Literal["numpy", "numba"] = "numpy"
+    """The kernel set in use."""
+    starts: bool = False
+    """Rows hold several documents: attention gets `starts`."""
+    dropout: bool = True
+    """Dropout layers draw masks (training); without, they pass their input on."""
+
+
+class Tape:
+    """Counts the bytes of arrays that come and go, to find the most that are alive at one time.
+
+    A layer writes down on it, call by call, the arrays that its code makes and frees. No array is
+    made: it is arithmetic on sizes.
+
+    Examples
+    --------
+    >>> tape = Tape()
+    >>> tape.new(100)
+    >>> tape.call(peak=50, left=20)
+    >>> tape.free(100)
+    >>> tape.new(10)
+    >>> tape.live, tape.peak
+    (30, 150)
+    """
+
+    def __init__(self) -> None:
+        self.live = 0
+        self.peak = 0
+
+    def new(self, *nbytes: int) -> None:
+        """Make arrays of these sizes, all alive from here on."""
+        self.live += sum(nbytes)
+        self.peak = max(self.peak, self.live)
+
+    def free(self, *nbytes: int) -> None:
+        """Free arrays of these sizes."""
+        self.live -= sum(nbytes)
+
+    def call(self, peak: int, left: int = 0) -> None:
+        """Call something that needs up to `peak` bytes at one time and leaves `left` of them."""
+        self.peak = max(self.peak, self.live + peak)
+        self.live += left
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParamSpec:
     """One named parameter tensor."""
 
@@ -58,6 +106,22 @@ class LayerSpec:
     """`nbytes` of the values that are kept instead, as a check of what is computed again."""
     interior_flops: int = 0
     """Floating-point operations of computing the interior again."""
+    forward_peak_bytes: int = 0
+    """Most bytes of new arrays alive at one time while forward runs: its results, what it saves
+    and its working arrays. At the end the output and `extra_saved_bytes` are left."""
+    input_peak_bytes: int = 0
+    """The same of backward_input; at the end the input's gradient and `kept_bytes` are left."""
+    weight_peak_bytes: int = 0
+    """The same of backward_weight; at the end the gradients, `grad_bytes`, are left."""
+    grad_bytes: int = 0
+    """`nbytes` of the gradients that backward_weight newly allocates (not those it was handed in
+    `kept`)."""
+    trim_peak_bytes: int = 0
+    """The same of trimming what forward saved; at the end `check_bytes` are left of it."""
+    restore_peak_bytes: int = 0
+    """The same of restoring what was trimmed; at the end `interior_bytes` are left."""
+    passes_through: bool = False
+    """The output is the input itself, and its gradient that of the output: nothing is made."""
 
     @property
     def saved_bytes(self) -> int:
