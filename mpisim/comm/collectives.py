@@ -33,7 +33,7 @@ from mpisim.layouts.steps import (
     scratch_slots,
 )
 from mpisim.trace.events import COMBINE, COPY, RECV, SEND, ProgramTable
-from mpisim.trace.recorder import Recorder
+from mpisim.trace.recorder import ProgramStamps, Recorder
 
 
 class _Builder:
@@ -224,6 +224,7 @@ def compile_program(
     label: str = "",
     background: bool = False,
     reduction: str = "sum",
+    stamps: ProgramStamps | None = None,
 ) -> Program:
     """Bind one rank's rows of `table` to buffers and messages.
 
@@ -254,6 +255,8 @@ def compile_program(
         The program will be advanced beside compute; the same on every rank.
     reduction : str
         One of `mpisim.layouts.steps.REDUCTIONS`; changes no message.
+    stamps : ProgramStamps, optional
+        Those of a program of the same table that is bound again.
     """
     made: list[Message] = []
     one_copy = background or (table.segments > 1 and table.count * x.itemsize > STREAM_BYTES)
@@ -268,8 +271,7 @@ def compile_program(
 
     builder = _Builder(table, index, group, make_send, make_recv, scratch)
     rows, steps, before = _build_rows(builder, x, out)
-    stamps = None
-    if recorder is not None and rows:
+    if stamps is None and recorder is not None and rows:
         stamps = recorder.add_program(_describe(table, rows, steps, x.dtype, axis, label))
     runtime = Runtime(
         add=_choose_add(x.dtype, reduction),

@@ -28,7 +28,7 @@ from mpisim.layouts.steps import (
     gather_table,
     reduce_scatter_table,
 )
-from mpisim.trace.recorder import Recorder
+from mpisim.trace.recorder import ProgramStamps, Recorder
 
 CACHED_PROGRAMS = 256
 """Programs of plain calls kept per communicator; beyond this the oldest is freed."""
@@ -321,6 +321,77 @@ class Communicator:
         program.kept = True
         return program
 
+    # Collectives over buffers that come and go ---------------------------------------------
+
+    def bind_reduce_scatter(
+        self, key: str, x: np.ndarray, out: np.ndarray, background: bool = False
+    ) -> Program:
+        """Compile the reduce-scatter of `x` into `out`, or bind the one of this key again.
+
+        Parameters
+        ----------
+        key : str
+            Names it here and in the trace; one count and dtype for ever.
+        x, out : ndarray
+            As for `reduce_scatter`. Held until `unbind`.
+        background : bool
+            See `prepare_all_reduce`.
+
+        Returns
+        -------
+        Program
+            To be started. The same object on every call with this key.
+        """
+        _check_vector(x)
+        table = reduce_scatter_table(x.size, self.size, x.itemsize)
+        _check_out(out, x.dtype, table.bounds[self.index + 1] - table.bounds[self.index])
+        return self._bind(("reduce_scatter", key), table, x, out, key, background)
+
+    def bind_all_gather(
+        self, key: str, x: np.ndarray, out: np.ndarray, background: bool = False
+    ) -> Program:
+        """Compile the all-gather of `x` into `out`, or bind the one of this key again.
+
+        See `bind_reduce_scatter`; the chunks are those of `chunk_bounds`.
+        """
+        bounds = chunk_bounds(out.size, self.size)
+        _check_vector(x)
+        _check_out(x, out.dtype, bounds[self.index + 1] - bounds[self.index])
+        table = all_gather_table(bounds, out.itemsize)
+        return self._bind(("all_gather", key), table, x, out, key, background)
+
+    def unbind(self, program: Program) -> None:
+        """Let go of a bound program's buffers; it has run to its end."""
+        assert program not in self._queue, program
+        program.unbind()
+
+    def _bind(
+        self,
+        key: tuple,
+        table: StepTable,
+        x: np.ndarray,
+        out: np.ndarray,
+        label: str,
+        background: bool,
+    ) -> Program:
+        known = self._others.get(key)
+        if (
+            known is not None
+            and known.buffers
+            and all(a is b for a, b in zip(known.buffers, (x, out), strict=True))
+        ):
+            return known
+        stamps = known.stamps if known is not None else None
+        program = self._compile(table, x, out, label, background, stamps=stamps)
+        if known is None:
+            program.kept = True
+            self._others[key] = program
+            return program
+        if known.buffers:
+            self.unbind(known)
+        known.bind_as(program)
+        return known
+
     # Started collectives -----------------------------------------------------------------
 
     def start(self, program: Program) -> None:
@@ -386,9 +457,9 @@ class Communicator:
         """Return the bytes sent so far, by world rank of the receiver."""
         totals = Counter(self._retired_bytes_to)
         for program in self.programs():
-            for message in program.messages:
-                if message.is_send:
-                    totals[message.peer] += message.nbytes * program.runs
+            for link in program.links:
+                if link.is_send:
+                    totals[link.peer] += link.nbytes * program.runs
         return totals
 
     def close(self) -> None:
@@ -421,6 +492,7 @@ class Communicator:
         label: str = "",
         background: bool = False,
         reduction: str = "sum",
+        stamps: ProgramStamps | None = None,
     ) -> Program:
         recorder = self._recorder
         if reduction not in REDUCTIONS:
@@ -453,6 +525,7 @@ class Communicator:
             label,
             background,
             reduction,
+            stamps,
         )
 
     def _lend_scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
@@ -528,9 +601,10 @@ class Communicator:
         self._retired_traffic[name] = moved if before is None else before + moved
         for message in program.messages:
             self._complete_send(message)
-            self.transport.counts.add(message, program.runs)
-            if message.is_send:
-                self._retired_bytes_to[message.peer] += message.nbytes * program.runs
+        for link in program.links:
+            self.transport.counts.add(link, program.runs)
+            if link.is_send:
+                self._retired_bytes_to[link.peer] += link.nbytes * program.runs
         program.free()
 
     def _complete_send(self, message: Message) -> None:
@@ -581,9 +655,9 @@ def check_drained(transport: Transport, communicators: list[Communicator]) -> No
     received.update(transport.counts.received)
     for communicator in communicators:
         for program in communicator.programs():
-            for message in program.messages:
-                side = sent if message.is_send else received
-                side[message.peer, message.tag] += program.runs
+            for link in program.links:
+                side = sent if link.is_send else received
+                side[link.peer, link.tag] += program.runs
     mine = [[peer, tag, number] for (peer, tag), number in sorted(sent.items())]
     theirs = [[peer, tag, number] for (peer, tag), number in sorted(received.items())]
     unfinished = [c.axis for c in communicators if not c.idle]

@@ -281,12 +281,29 @@ def pipeline_steps(
         yield None
 
 
+class Link(NamedTuple):
+    """What stays of a message when its buffer is gone."""
+
+    is_send: bool
+    peer: int
+    tag: int
+    nbytes: int
+
+
+def _unbound() -> None:
+    raise AssertionError("a program must be bound to buffers before it runs")
+
+
 class Program:
-    """A compiled collective over fixed buffers (see the module docstring)."""
+    """A compiled collective over fixed buffers (see the module docstring).
+
+    Where buffers come and go, `unbind` lets go of them and `bind_as` takes new ones of the same
+    sizes: counts, stamps and identity stay.
+    """
 
     __slots__ = (
-        "advance", "buffers", "copies_bytes", "kept", "messages", "runs", "stamps", "table",
-        "traffic", "x",
+        "advance", "buffers", "copies_bytes", "kept", "links", "messages", "runs", "stamps",
+        "table", "traffic", "x",
     )  # fmt: skip
 
     def __init__(
@@ -299,8 +316,9 @@ class Program:
     ) -> None:
         self.table = table
         self.buffers = buffers
-        self.x = buffers[0]
+        self.x: np.ndarray | None = buffers[0]
         self.messages = messages
+        self.links = tuple(Link(m.is_send, m.peer, m.tag, m.nbytes) for m in messages)
         self.advance = advance
         self.stamps = stamps
         self.copies_bytes = 0
@@ -322,3 +340,15 @@ class Program:
         """Free the messages; no run may be in progress."""
         for message in self.messages:
             message.free()
+
+    def unbind(self) -> None:
+        """Let go of buffers and messages; no run may be in progress."""
+        self.free()
+        self.messages, self.buffers, self.x = [], (), None
+        self.advance = _unbound
+
+    def bind_as(self, other: Program) -> None:
+        """Take the buffers and messages of a program compiled from the same table."""
+        assert other.links == self.links, (other.links, self.links)
+        self.messages, self.buffers, self.x = other.messages, other.buffers, other.x
+        self.advance, self.copies_bytes = other.advance, other.copies_bytes

@@ -215,6 +215,11 @@ class ParallelSection(Section):
     """A gradient bucket is closed when the next block would take it past this size, bytes."""
     overlap: bool = True
     """Advance gradient rings between backward ops; off gives the same bits."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What the ranks of axis dp share out instead of each keeping all: nothing; the optimizer's
+    state (1); gradients, too (2); parameters, too (3: gathered block by block when needed)."""
+    prefetch: bool = False
+    """Gather the next block's parameters while a block runs: more memory, less waiting (zero 3)."""
 
 
 class CommSection(Section):

@@ -7,10 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mpisim.layouts.chunks import chunk_bounds
 from mpisim.layouts.metrics import TRAFFIC_FIELDS
-from mpisim.layouts.steps import StepTable, all_reduce_table, gather_table
+from mpisim.layouts.steps import (
+    StepTable,
+    all_gather_table,
+    all_reduce_table,
+    gather_table,
+    reduce_scatter_table,
+)
 from mpisim.plan.build import Plan
-from mpisim.plan.ops import GatherMetrics, Op, ReduceScalars, StartSync
+from mpisim.plan.ops import (
+    IF_COMMITTED,
+    GatherMetrics,
+    GatherParams,
+    Op,
+    ReduceScalars,
+    StartSync,
+    StartUnshard,
+)
 
 _ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int64": 8}
 
@@ -22,8 +37,14 @@ def op_table(plan: Plan, op: Op) -> tuple[str, StepTable, int] | None:
     """Return the axis, step table and itemsize of the collective an op starts, if it starts one."""
     if isinstance(op, StartSync):
         itemsize = _ITEMSIZES[plan.dtype]
+        if op.collective == "reduce_scatter":
+            return "dp", reduce_scatter_table(op.count, plan.mesh.dp, itemsize), itemsize
         table = all_reduce_table(op.count, plan.mesh.dp, itemsize, plan.algorithm)
         return "dp", table, itemsize
+    if isinstance(op, (StartUnshard, GatherParams)):
+        itemsize = _ITEMSIZES[plan.param_dtype]
+        bounds = chunk_bounds(op.count, plan.mesh.dp)
+        return "dp", all_gather_table(bounds, itemsize), itemsize
     if isinstance(op, ReduceScalars):
         itemsize = _ITEMSIZES[op.dtype]
         return "control", all_reduce_table(op.count, plan.mesh.size, itemsize, "auto"), itemsize
@@ -32,13 +53,15 @@ def op_table(plan: Plan, op: Op) -> tuple[str, StepTable, int] | None:
     return None
 
 
-def price_rank(plan: Plan, rank: int) -> Priced:
+def price_rank(plan: Plan, rank: int, committed: bool = True) -> Priced:
     """Return what one step of `plan` makes `rank` send and receive.
 
     Parameters
     ----------
     plan : Plan
     rank : int
+    committed : bool
+        The update is made; False: it is skipped, and with it what follows from it only.
 
     Returns
     -------
@@ -46,7 +69,7 @@ def price_rank(plan: Plan, rank: int) -> Priced:
         Keyed by (axis, collective); values count messages and bytes (see `TRAFFIC_FIELDS`).
     """
     totals: Priced = {}
-    for axis, table, itemsize in _tables(plan, rank):
+    for axis, table, itemsize in _tables(plan, rank, committed):
         index = plan.mesh.coordinate(rank)["dp"] if axis == "dp" else rank
         entry = totals.setdefault((axis, table.collective), dict.fromkeys(TRAFFIC_FIELDS, 0))
         entry["sent_messages"] += table.sent_messages(index)
@@ -56,12 +79,12 @@ def price_rank(plan: Plan, rank: int) -> Priced:
     return totals
 
 
-def bytes_matrix(plan: Plan) -> list[list[int]]:
+def bytes_matrix(plan: Plan, committed: bool = True) -> list[list[int]]:
     """Return bytes sent per step as ``matrix[sender][receiver]``, all axes together."""
     size = plan.mesh.size
     matrix = [[0] * size for _ in range(size)]
     for rank in range(size):
-        for axis, table, itemsize in _tables(plan, rank):
+        for axis, table, itemsize in _tables(plan, rank, committed):
             group = plan.mesh.group(rank, "dp") if axis == "dp" else tuple(range(size))
             for row in table.transfers(group.index(rank)):
                 if row.send_to >= 0:
@@ -69,8 +92,10 @@ def bytes_matrix(plan: Plan) -> list[list[int]]:
     return matrix
 
 
-def _tables(plan: Plan, rank: int) -> Iterator[tuple[str, StepTable, int]]:
+def _tables(plan: Plan, rank: int, committed: bool) -> Iterator[tuple[str, StepTable, int]]:
     for op in plan.ranks[rank]:
+        if type(op) in IF_COMMITTED and not committed:
+            continue
         found = op_table(plan, op)
         if found is not None:
             yield found

@@ -6,11 +6,13 @@ what really was alive at one time; `plan.forecast` walks the same order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 
 from mpisim.data.batch import Batch
+from mpisim.engine.buckets import add_gradient, set_gradient
 from mpisim.engine.metrics import fill_metrics
 from mpisim.engine.state import EngineState
 from mpisim.engine.update import check_gradients, finish_update
@@ -21,13 +23,17 @@ from mpisim.plan.ops import (
     CheckGradients,
     Forward,
     GatherMetrics,
+    GatherParams,
     LoadBatch,
     Op,
     OptimizerStep,
     Recompute,
     ReduceScalars,
+    Reshard,
     StartSync,
+    StartUnshard,
     WaitSync,
+    WaitUnshard,
 )
 
 
@@ -131,14 +137,14 @@ def backward(state: EngineState, op: Backward) -> None:
     if not is_first:
         ledger.hold("activations", dx)
         step.grad_flow[op.micro] = dx
+    if state.zero >= 2:
+        for bucket in state.block_buckets[op.block]:
+            state.grads |= state.stores[bucket].open_grads()
     for local, grad in grads.items():
         name = block.full_names[local]
-        total = state.grads[name]
-        if name in step.accumulated:
-            state.add_gradient(total, grad)
-        else:
-            state.set_gradient(total, grad)
-            step.accumulated.add(name)
+        write = add_gradient if name in step.accumulated else set_gradient
+        write(state.kernels, state.grads[name], grad)
+        step.accumulated.add(name)
     ledger.drop(*_owned(block.saved_arrays(saved), step, op.micro))
     if not is_last:
         ledger.drop(dy)
@@ -147,20 +153,40 @@ def backward(state: EngineState, op: Backward) -> None:
 
 
 def start_sync(state: EngineState, op: StartSync) -> None:
-    """Queue the bucket's all-reduce, rounded to the wire's dtype if that is another one."""
-    if state.has_wire_copy:
-        np.copyto(
-            state.wires[op.bucket],
-            state.kernels.narrow(state.buckets[op.bucket], state.policy.wire_dtype),
-        )
-    state.dp.start(state.bucket_programs[op.bucket])
+    """Queue the bucket's sum over the ranks."""
+    state.stores[op.bucket].start_sync(op.collective)
 
 
 def wait_sync(state: EngineState, op: WaitSync) -> None:
-    """Block until the bucket is reduced."""
-    state.dp.wait(state.bucket_programs[op.bucket])
-    if state.has_wire_copy:
-        np.copyto(state.buckets[op.bucket], state.kernels.widen(state.wires[op.bucket]))
+    """Block until the bucket is summed; with gradients in shards, add the shard and free it."""
+    store = state.stores[op.bucket]
+    store.wait_sync()
+    if state.zero >= 2:
+        for name in store.offsets:
+            state.grads.pop(name, None)
+            state.step.accumulated.discard(name)
+
+
+def start_unshard(state: EngineState, op: StartUnshard) -> None:
+    """Make room for a bucket's parameters and queue their gather."""
+    state.stores[op.bucket].start_unshard()
+
+
+def wait_unshard(state: EngineState, op: WaitUnshard) -> None:
+    """Block until a bucket's parameters are here and show them to their blocks."""
+    state.show_params(op.bucket, state.stores[op.bucket].wait_unshard())
+
+
+def reshard(state: EngineState, op: Reshard) -> None:
+    """Free a bucket's gathered parameters."""
+    state.hide_params(op.bucket)
+    state.stores[op.bucket].reshard()
+
+
+def gather_params(state: EngineState, op: GatherParams) -> None:
+    """Collect what the ranks have updated, unless the update was skipped."""
+    if not state.step.skipped:
+        state.stores[op.bucket].gather_updated()
 
 
 def reduce_scalars(state: EngineState, op: ReduceScalars) -> None:
@@ -182,6 +208,11 @@ def reduce_scalars(state: EngineState, op: ReduceScalars) -> None:
             )
         total = state.sum_scalars(op, [step.loss_sum, step.num_correct])
         step.global_loss_sum, step.global_correct = float(total[0]), int(total[1])
+    elif op.kind == "norm":
+        norms = [0.0] * op.count
+        norms[state.rank] = step.own_norm
+        # The list of norms, not a sum of squares: those overflow where the norm does not.
+        step.grad_norm = math.hypot(*state.sum_scalars(op, norms).tolist()) / step.loss_scale
     elif op.kind == "non_finite":
         step.found_non_finite = bool(state.sum_scalars(op, [step.non_finite_here])[0])
     else:
@@ -216,9 +247,13 @@ HANDLERS: dict[type[Op], Callable[[EngineState, Op], None]] = {
     Backward: backward,
     StartSync: start_sync,
     WaitSync: wait_sync,
+    StartUnshard: start_unshard,
+    WaitUnshard: wait_unshard,
+    Reshard: reshard,
     ReduceScalars: reduce_scalars,
     CheckGradients: look_at_gradients,
     OptimizerStep: optimizer_step,
+    GatherParams: gather_params,
     GatherMetrics: gather_metrics,
 }
 

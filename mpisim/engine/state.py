@@ -5,30 +5,30 @@ Built once by `train`; the handlers read and change it, `update` commits to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from mpisim.comm.communicator import Communicator
-from mpisim.comm.programs import Program
 from mpisim.comm.transport import Transport
 from mpisim.config.schema import OptimizerSection
 from mpisim.data.batch import Batch
+from mpisim.engine.buckets import BucketStore
 from mpisim.engine.loss_scale import LossScale
 from mpisim.engine.meter import StepMeter
 from mpisim.layouts.metrics import METRIC_NAMES
-from mpisim.layouts.steps import all_reduce_table, scratch_slots
+from mpisim.layouts.steps import all_reduce_table, reduce_scatter_table, scratch_slots
 from mpisim.memory.ledger import Ledger
 from mpisim.mesh import Mesh
 from mpisim.nn.dropout import DropoutMasks, dropout_key, words_per_update
 from mpisim.nn.kernels import Kernels, load_kernels
-from mpisim.nn.layers import LayerContext
+from mpisim.nn.layers import Arrays, LayerContext
 from mpisim.nn.models import Model
-from mpisim.nn.params import init_params
+from mpisim.nn.params import fill_param
 from mpisim.nn.precision import Policy
 from mpisim.plan.build import Plan
-from mpisim.plan.ops import CONTROL_SUMS, Forward, Op, ReduceScalars
+from mpisim.plan.ops import CONTROL_SUMS, Forward, Op, ReduceScalars, control_count
 from mpisim.plan.partition import Bucket
 from mpisim.plan.passes import replay_ends
 from mpisim.trace.recorder import Recorder
@@ -77,6 +77,8 @@ class StepState:
     """Block forwards that ran, replays included."""
     dropout_words: int = 0
     """Random words that the dropout sites of the update own: the counter after all forwards."""
+    own_norm: float = 0.0
+    """Norm of the scaled gradients that this rank owns."""
     grad_norm: float = 0.0
     """Global norm of the true gradient: loss scale divided out, before clipping."""
     non_finite_here: bool = False
@@ -110,6 +112,8 @@ class EngineState:
         Bytes that the loaded data set keeps (category "data").
     overlap : bool
         Buckets are reduced beside backward ops.
+    zero : {0, 1, 2, 3}
+        What is sharded over axis dp: see `engine.buckets`.
     loss_scale : LossScale, optional
         By default none: the scale is 1 for ever.
     kernels : Kernels, optional
@@ -123,7 +127,13 @@ class EngineState:
         Parameters in the policy's `param` dtype: what the optimizer updates. The same arrays as
         `params` if the dtypes are equal.
     grads : dict of str to ndarray
-        Gradients of the scaled loss, views of `buckets`; zero between updates.
+        Gradients of the scaled loss; zero between updates. With stages 2 and 3 those of open
+        buckets only.
+    moments : dict of str to tuple of ndarray
+        Optimizer state.
+    stores : tuple of BucketStore
+        The flat arrays that all of these are views of. What is sharded is found here piece by
+        piece; the dicts list only what this rank holds whole.
     """
 
     def __init__(
@@ -140,12 +150,13 @@ class EngineState:
         recorder: Recorder,
         data_bytes: int = 0,
         overlap: bool = True,
+        zero: int = 0,
         loss_scale: LossScale | None = None,
         kernels: Kernels | None = None,
     ) -> None:
         self.model, self.mesh, self.optimizer = model, mesh, optimizer
         self.policy, self.seed = policy, seed
-        self.has_wire_copy = policy.wire != policy.reduce
+        self.zero = zero
         self.kernels = kernels or load_kernels("numpy")
         self.loss_scale = loss_scale or LossScale()
         self.recorder = recorder
@@ -164,18 +175,7 @@ class EngineState:
         )
         self.control.neighbours.append(self.dp)
 
-        self.master = init_params(model, seed, policy.param_dtype)
-        self.params = self.master
-        if policy.has_master:
-            self.params = {
-                name: self.kernels.narrow(array, policy.compute_dtype)
-                for name, array in self.master.items()
-            }
-            self.ledger.hold("master_params", *self.master.values())
-        self.ledger.hold("params", *self.params.values())
-        self.block_params = dict(zip(self.blocks, model.split_params(self.params), strict=True))
-        self._build_buckets(buckets, overlap)
-        self._build_optimizer()
+        self._build_stores(buckets, overlap)
         self._build_control()
         self.ledger.set_bytes("data", data_bytes)
         self.update_scratch = np.empty(UPDATE_SCRATCH, policy.param_dtype)
@@ -200,40 +200,104 @@ class EngineState:
         self.observe_op: Callable[[Op], None] | None = None
         """Called after every op of a step; tests plant faults here."""
 
-    def _build_buckets(self, buckets: tuple[Bucket, ...], overlap: bool) -> None:
-        policy = self.policy
-        self.buckets = [np.zeros(bucket.count, policy.reduce_dtype) for bucket in buckets]
-        self.ledger.hold("grads", *self.buckets)
-        self.wires = self.buckets
-        if self.has_wire_copy:
-            self.wires = [np.zeros(bucket.count, policy.wire_dtype) for bucket in buckets]
-            self.ledger.hold("comm_buffers", *self.wires)
-        self.grads: dict[str, np.ndarray] = {}
-        for bucket, flat in zip(buckets, self.buckets, strict=True):
-            shapes = {param.name: param.shape for param in bucket.params}
-            for name, (lo, hi) in bucket.offsets().items():
-                self.grads[name] = flat[lo:hi].reshape(shapes[name])
-        _reserve_scratch(self.dp, self.wires)
-        self.bucket_programs: list[Program] = [
-            self.dp.prepare_all_reduce(flat, f"bucket {bucket.index}", overlap)
-            for bucket, flat in zip(buckets, self.wires, strict=True)
+    def _build_stores(self, buckets: tuple[Bucket, ...], overlap: bool) -> None:
+        policy, settings = self.policy, self.optimizer
+        self._reserve_scratch(buckets)
+        self.stores = tuple(
+            BucketStore(
+                bucket, zero=self.zero, group=self.dp, policy=policy, kernels=self.kernels,
+                ledger=self.ledger, fill=self._fill, background=overlap,
+                num_moments=num_optimizer_arrays(settings.kind, settings.momentum),
+            )
+            for bucket in buckets
+        )  # fmt: skip
+        # Programs that stay are compiled before the first step.
+        for store in self.stores:
+            store.prepare()
+        self.readers = [self._readers(bucket) for bucket in buckets]
+        self.block_buckets = {
+            name: [i for i, uses in enumerate(self.readers) if any(b == name for b, _, _ in uses)]
+            for name in self.blocks
+        }
+        self.block_params: dict[str, Arrays] = {name: {} for name in self.blocks}
+        order = [param.name for param in self.model.param_specs()]
+        found: dict[str, Arrays] = {"params": {}, "master": {}, "grads": {}}
+        moments: dict[str, tuple[np.ndarray, ...]] = {}
+        for store in self.stores:
+            if self.zero < 3:
+                views = store.views(store.working)
+                found["params"] |= views
+                self.show_params(store.bucket.index, views)
+            else:
+                found["params"] |= store.whole_pieces(store.working)
+            found["master"] |= store.whole_pieces(store.master)
+            if self.zero < 2:
+                found["grads"] |= store.views(store.grads)
+            by_moment = [store.whole_pieces(moment) for moment in store.moments]
+            for name in store.whole_pieces(store.master):
+                moments[name] = tuple(views[name] for views in by_moment)
+        in_order = {
+            kind: {name: views[name] for name in order if name in views}
+            for kind, views in found.items()
+        }
+        self.params, self.master = in_order["params"], in_order["master"]
+        self.grads = in_order["grads"]
+        self.moments = {name: moments[name] for name in order if name in moments}
+
+    def _fill(self, name: str, out: np.ndarray, lo: int) -> None:
+        fill_param(self.model, self.seed, name, out, lo)
+
+    def _reserve_scratch(self, buckets: tuple[Bucket, ...]) -> None:
+        """Allocate once what the sums of all buckets will share."""
+        itemsize, size = self.policy.wire_dtype.itemsize, self.dp.size
+        needs = [0]
+        for bucket in buckets:
+            if self.zero:
+                table = reduce_scatter_table(bucket.count, size, itemsize)
+            else:
+                table = all_reduce_table(bucket.count, size, itemsize, self.dp.algorithm)
+            number, longest = scratch_slots(table, self.dp.index, in_place=self.zero > 0)
+            needs.append(number * longest * itemsize)
+        self.dp.reserve(max(needs))
+
+    def _readers(self, bucket: Bucket) -> list[tuple[str, str, str]]:
+        """Return (block, name within the block, full name) of all uses of a bucket."""
+        names = bucket.offsets()
+        return [
+            (block.name, local, full)
+            for block in self.blocks.values()
+            for local, full in block.full_names.items()
+            if full in names
         ]
 
-    def _build_optimizer(self) -> None:
-        kind, momentum = self.optimizer.kind, self.optimizer.momentum
-        arrays = num_optimizer_arrays(kind, momentum)
-        self.moments = {
-            name: tuple(np.zeros_like(param) for _ in range(arrays))
-            for name, param in self.master.items()
-        }
-        for moments in self.moments.values():
-            self.ledger.hold("optimizer", *moments)
+    @property
+    def buckets(self) -> list[np.ndarray]:
+        """Gradients that stay, bucket by bucket: all of it, or this rank's shard."""
+        return [s.own_grads if s.zero >= 2 else s.grads for s in self.stores]
+
+    def show_params(self, bucket: int, views: Arrays) -> None:
+        """Let blocks read the parameters of a bucket."""
+        for block, local, full in self.readers[bucket]:
+            self.block_params[block][local] = views[full]
+
+    def hide_params(self, bucket: int) -> None:
+        """Take the parameters of a bucket from the blocks that read them."""
+        for block, local, _ in self.readers[bucket]:
+            self.block_params[block].pop(local, None)
 
     def _build_control(self) -> None:
+        size = self.mesh.size
         self.scalars = {
-            kind: np.zeros(count, dtype) for kind, (count, dtype, _) in CONTROL_SUMS.items()
+            kind: np.zeros(control_count(kind, size), dtype)
+            for kind, (_, dtype, _) in CONTROL_SUMS.items()
+            if kind != "norm" or self.zero
         }
-        _reserve_scratch(self.control, self.scalars.values())
+        needs = [0]
+        for array in self.scalars.values():
+            table = all_reduce_table(array.size, size, array.itemsize, self.control.algorithm)
+            number, longest = scratch_slots(table, self.control.index)
+            needs.append(number * longest * array.itemsize)
+        self.control.reserve(max(needs))
         for kind, array in self.scalars.items():
             self.control.prepare_all_reduce(array, kind, reduction=CONTROL_SUMS[kind][2])
         self.metrics = np.zeros(len(METRIC_NAMES))
@@ -288,36 +352,11 @@ class EngineState:
         """Return the width of a microbatch's rows: tokens or features."""
         return self.plan_lengths[micro] if self.plan_lengths else self.model.input_width
 
-    def set_gradient(self, total: np.ndarray, grad: np.ndarray) -> None:
-        """Write the first microbatch's gradient, rounded to the dtype of the sum."""
-        if grad.dtype != total.dtype:
-            grad = self.kernels.narrow(grad, total.dtype)
-        np.copyto(total, grad)
-
-    def add_gradient(self, total: np.ndarray, grad: np.ndarray) -> None:
-        """Add another microbatch's gradient; 16-bit sums are added in float32, rounded once."""
-        if grad.dtype == total.dtype:
-            np.add(total, grad, out=total)
-        else:
-            wide = self.kernels.widen(total)
-            wide += grad
-            np.copyto(total, self.kernels.narrow(wide, total.dtype))
-
     def sum_scalars(self, op: ReduceScalars, values: list[float]) -> np.ndarray:
         """Reduce a few numbers over all ranks; every rank gets the same bits."""
         array = self.scalars[op.kind]
         array[:] = values
         return self.control.all_reduce(array, reduction=op.reduction)
-
-
-def _reserve_scratch(group: Communicator, summed: Iterable[np.ndarray]) -> None:
-    """Allocate once what the all-reduces of all these arrays will share."""
-    needs = [0]
-    for array in summed:
-        table = all_reduce_table(array.size, group.size, array.itemsize, group.algorithm)
-        number, longest = scratch_slots(table, group.index)
-        needs.append(number * longest * array.itemsize)
-    group.reserve(max(needs))
 
 
 def num_optimizer_arrays(kind: str, momentum: float) -> int:

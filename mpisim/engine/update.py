@@ -19,10 +19,11 @@ import math
 
 import numpy as np
 
+from mpisim.engine.buckets import BucketStore
 from mpisim.engine.state import EngineState
 from mpisim.errors import BatchError, MpisimError
 from mpisim.nn.numerics import squared_norm
-from mpisim.nn.optim import adamw_update, clip_coefficient, decay_applies, sgd_update
+from mpisim.nn.optim import adamw_update, clip_coefficient, sgd_update
 
 FLOAT16_MAX = 65504.0
 
@@ -42,7 +43,16 @@ def require_clean_start(state: EngineState) -> None:
             "weights must be those of a whole update; got some of an update that was cut off. "
             "Start again from saved weights."
         )
-    dirty = [name for name, grad in state.grads.items() if grad.any()]
+    dirty = [
+        name
+        for store in state.stores
+        for name, grad in (
+            store.views(store.grads).items()
+            if state.zero < 2
+            else [(piece.name, store.own_grads[piece.lo : piece.hi]) for piece in store.pieces]
+        )
+        if grad.any()
+    ]
     if dirty:
         raise BatchError(
             f"gradients must be zero at the start of an update; got other values in "
@@ -52,8 +62,10 @@ def require_clean_start(state: EngineState) -> None:
 
 def clear_gradients(state: EngineState) -> None:
     """Set all gradients to zero."""
-    for bucket in state.buckets:
-        bucket.fill(0)
+    for store in state.stores:
+        store.clear_grads()
+    if state.zero >= 2:
+        state.grads.clear()
 
 
 def fingerprint(state: EngineState) -> dict[str, int]:
@@ -63,10 +75,7 @@ def fingerprint(state: EngineState) -> dict[str, int]:
     see two values that changed places.
     """
     sums = {}
-    arrays = dict(state.params)
-    if state.policy.has_master:
-        arrays |= {f"master of {name}": array for name, array in state.master.items()}
-    for name, array in arrays.items():
+    for name, array in (pair for store in state.stores for pair in store.named_weights()):
         flat = array.reshape(-1)
         words = np.uint64 if array.nbytes % 8 == 0 else np.dtype(f"u{array.itemsize}")
         sums[name] = int(np.add.reduce(flat.view(words), dtype=np.uint64))
@@ -92,35 +101,37 @@ def require_same_weights(state: EngineState) -> None:
 
 
 def check_gradients(state: EngineState) -> None:
-    """Take the global norm of the true gradient and note whether this rank saw a bad number.
+    """Take the norm of the gradients that this rank owns, and note whether it saw a bad number.
 
-    The gradients are already summed over the replicas and every parameter has one array, however
-    many blocks or ranks share it, so each is counted once.
+    They are summed over the replicas and every parameter has one place, however many blocks or
+    ranks share it, so each is counted once. Without shards a rank owns all: the norm is global.
     """
     # Before the flag is agreed on: a rank that refuses must not leave others to commit.
     require_same_weights(state)
     step = state.step
-    step.grad_norm = _global_norm(state) / step.loss_scale
+    step.own_norm = _own_norm(state)
+    step.grad_norm = step.own_norm / step.loss_scale
     step.non_finite_here = not (
         math.isfinite(step.grad_norm) and math.isfinite(step.global_loss_sum)
     )
 
 
-def _global_norm(state: EngineState) -> float:
-    total = sum(_squared_norm(state, bucket) for bucket in state.buckets)
+def _own_norm(state: EngineState) -> float:
+    owned = [store.own_grads for store in state.stores]
+    total = sum(_squared_norm(state, grads) for grads in owned)
     if math.isfinite(total):
         return math.sqrt(total)
-    if not all(np.isfinite(bucket).all() for bucket in state.buckets):
+    if not all(np.isfinite(grads).all() for grads in owned):
         return math.inf if total == math.inf else math.nan
     # Finite float64 values whose squares overflow: take the norm at their own scale.
-    largest = max(float(np.max(np.abs(bucket), initial=0.0)) for bucket in state.buckets)
-    return largest * math.sqrt(sum(squared_norm(bucket / largest) for bucket in state.buckets))
+    largest = max(float(np.max(np.abs(grads), initial=0.0)) for grads in owned)
+    return largest * math.sqrt(sum(squared_norm(grads / largest) for grads in owned))
 
 
-def _squared_norm(state: EngineState, bucket: np.ndarray) -> float:
-    if bucket.itemsize == 2:
-        return squared_norm(bucket)
-    return state.kernels.squared_norm(bucket)
+def _squared_norm(state: EngineState, grads: np.ndarray) -> float:
+    if grads.itemsize == 2:
+        return squared_norm(grads)
+    return state.kernels.squared_norm(grads)
 
 
 def finish_update(state: EngineState) -> None:
@@ -175,13 +186,13 @@ def _commit(state: EngineState) -> None:
     if state.observe_gradients is not None:
         state.observe_gradients(true_gradients(state))
     # All that can run out of memory comes before the first change.
-    grads = {name: _as_param(state, grad) for name, grad in state.grads.items()}
+    grads = [_as_param(state, store.own_grads) for store in state.stores]
     backup = [array.copy() for array in _changed_arrays(state)] if _may_overflow(state) else None
     try:
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-            for name, grad in grads.items():
+            for store, owned in zip(state.stores, grads, strict=True):
                 # Divided by the scale first: the true gradient is what was clipped.
-                _update_parameter(state, name, grad, coefficient / step.loss_scale)
+                _update_store(state, store, owned, coefficient / step.loss_scale)
         if backup is not None and not all(
             np.isfinite(array).all() for array in _changed_arrays(state)
         ):
@@ -198,25 +209,31 @@ def _commit(state: EngineState) -> None:
         raise
 
 
-def _update_parameter(state: EngineState, name: str, grad: np.ndarray, scale: float) -> None:
+def _update_store(
+    state: EngineState, store: BucketStore, grads: np.ndarray, scale: float
+) -> None:
+    """Update the parameters of a bucket that this rank owns, piece by piece."""
     step, settings = state.step, state.optimizer
-    master, moments = state.master[name], state.moments[name]
-    decay = settings.weight_decay if decay_applies(master.shape) else 0.0
-    if settings.kind == "adamw":
-        adamw_update(
-            master, grad, *moments, lr=step.lr, beta1=settings.beta1, beta2=settings.beta2,
-            eps=settings.eps, weight_decay=decay, step=step.update_number, grad_scale=scale,
-            scratch=state.update_scratch, kernels=state.kernels,
-        )  # fmt: skip
-    else:
-        sgd_update(
-            master, grad, moments[0] if moments else None, lr=step.lr,
-            momentum=settings.momentum, weight_decay=decay, grad_scale=scale,
-            scratch=state.update_scratch,
-        )  # fmt: skip
+    for piece in store.pieces:
+        own = slice(piece.lo, piece.hi)
+        decay = settings.weight_decay if piece.decays else 0.0
+        moments = [moment[own] for moment in store.moments]
+        if settings.kind == "adamw":
+            adamw_update(
+                store.master[own], grads[own], *moments, lr=step.lr, beta1=settings.beta1,
+                beta2=settings.beta2, eps=settings.eps, weight_decay=decay,
+                step=step.update_number, grad_scale=scale, scratch=state.update_scratch,
+                kernels=state.kernels,
+            )  # fmt: skip
+        else:
+            sgd_update(
+                store.master[own], grads[own], moments[0] if moments else None, lr=step.lr,
+                momentum=settings.momentum, weight_decay=decay, grad_scale=scale,
+                scratch=state.update_scratch,
+            )  # fmt: skip
     if state.policy.has_master:
-        working = state.params[name]
-        np.copyto(working, state.kernels.narrow(master, working.dtype))
+        working = store.own_working
+        np.copyto(working, state.kernels.narrow(store.master, working.dtype))
 
 
 def _as_param(state: EngineState, grad: np.ndarray) -> np.ndarray:
@@ -224,9 +241,18 @@ def _as_param(state: EngineState, grad: np.ndarray) -> np.ndarray:
 
 
 def true_gradients(state: EngineState) -> dict[str, np.ndarray]:
-    """Return copies of the gradients of the mean loss by name: scale divided out, not clipped."""
+    """Return copies of the gradients of the mean loss by name: scale divided out, not clipped.
+
+    Of sharded gradients the rank's pieces, flat.
+    """
     factor = 1.0 / state.step.loss_scale
-    return {name: _as_param(state, grad) * factor for name, grad in state.grads.items()}
+    if state.zero == 0:
+        return {name: _as_param(state, grad) * factor for name, grad in state.grads.items()}
+    return {
+        piece.name: _as_param(state, store.own_grads[piece.lo : piece.hi]) * factor
+        for store in state.stores
+        for piece in store.pieces
+    }
 
 
 def _may_overflow(state: EngineState) -> bool:
@@ -247,21 +273,25 @@ def _may_overflow(state: EngineState) -> bool:
     if state.policy.compute == "float16" and not risky:
         # AdamW moves a weight by a few rates at most, momentum by the sum of many gradients.
         stride = 100.0 if settings.kind == "adamw" else step.grad_norm / (1.0 - settings.momentum)
-        reach = max(float(np.max(np.abs(a), initial=0.0)) for a in state.master.values())
+        reach = max(float(np.max(np.abs(s.master), initial=0.0)) for s in state.stores)
         risky = reach + step.lr * stride > FLOAT16_MAX / 2
     return bool(risky)
 
 
 def _changed_arrays(state: EngineState) -> list[np.ndarray]:
-    arrays = [*state.master.values()]
-    arrays += [moment for moments in state.moments.values() for moment in moments]
-    return arrays + [*state.params.values()] * state.policy.has_master
+    arrays = [store.master for store in state.stores]
+    arrays += [moment for store in state.stores for moment in store.moments]
+    return arrays + [store.own_working for store in state.stores] * state.policy.has_master
 
 
 def abandon_step(state: EngineState) -> None:
     """Undo what a failed step left: activations, batches, partial gradients, stamps."""
     state.recorder.drop_step()
     clear_gradients(state)
+    if state.zero == 3:
+        for store in state.stores:
+            state.hide_params(store.bucket.index)
+            store.drop_gathered()
     state.ledger.release("activations")
     step = state.step
     if step is not None:

@@ -17,7 +17,13 @@ MEMORY_CATEGORIES = (
     "temp",
 )
 
-CHANNELS = (("dp", "all_reduce"), ("control", "all_reduce"), ("control", "gather"))
+CHANNELS = (
+    ("dp", "all_reduce"),
+    ("dp", "reduce_scatter"),
+    ("dp", "all_gather"),
+    ("control", "all_reduce"),
+    ("control", "gather"),
+)
 """(axis, collective) pairs whose traffic is counted apart."""
 
 TRAFFIC_FIELDS = ("sent_messages", "sent_bytes", "received_messages", "received_bytes")

@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Keep = Literal["all", "selective"]
-"""What forward keeps: everything that backward reads, or all but what is cheap to compute again."""
+Keep = Literal["all", "selective", "nothing"]
+"""What forward keeps: everything that backward reads, or all but what is cheap to compute again.
+
+"nothing" is for evaluation: what layers save is freed as soon as they have run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,21 @@ class LayerSpec:
     """The output is the input itself, and its gradient that of the output: nothing is made."""
 
     @property
+    def result_bytes(self) -> int:
+        """`nbytes` of the output as a new array: none if it is the input, or a summed loss."""
+        return 0 if self.passes_through or not self.output_shape else self.output_bytes
+
+    @property
+    def input_grad_bytes(self) -> int:
+        """`nbytes` of the input's gradient as a new array: none if backward_input makes nothing."""
+        return self.input_bytes if self.input_peak_bytes else 0
+
+    @property
+    def handed_on_bytes(self) -> int:
+        """Share of `kept_bytes` that is the gradient itself, so backward_weight makes nothing."""
+        return 0 if self.grad_bytes else self.kept_bytes
+
+    @property
     def saved_bytes(self) -> int:
         """Sum of `nbytes` over the `saved` tuple of one forward call."""
         return (
@@ -134,6 +151,8 @@ class LayerSpec:
 
     def extra_saved_bytes_for(self, keep: Keep) -> int:
         """Return what `extra_saved_bytes` is when forward keeps `keep`."""
+        if keep == "nothing":
+            return 0
         trimmed = self.check_bytes - self.interior_bytes
         return self.extra_saved_bytes + (trimmed if keep == "selective" else 0)
 
@@ -146,6 +165,10 @@ class BlockSpec:
     layers: tuple[LayerSpec, ...] = field(default=())
     borrows: tuple[str, ...] = ()
     """Full names of parameters that the block reads and another block owns."""
+    skips: tuple[tuple[int, int], ...] = ()
+    """Residual connections: (source, end) adds boundary source to boundary end."""
+    add_bytes: tuple[int, ...] = ()
+    """Working bytes of each addition, beside its result."""
 
     @property
     def params(self) -> tuple[ParamSpec, ...]:
@@ -212,3 +235,109 @@ class BlockSpec:
     def interior_flops(self) -> int:
         """Floating-point operations of computing all interiors of the block again."""
         return sum(layer.interior_flops for layer in self.layers)
+
+    def forward_peak(self, keep: Keep = "all") -> int:
+        """Return the most bytes of new arrays alive at one time during the block's forward.
+
+        Parameters
+        ----------
+        keep : {"all", "selective", "nothing"}
+            What forward keeps.
+
+        Returns
+        -------
+        int
+            Beyond what is alive at the call: parameters, and the input, which the caller holds.
+            What is left at the end counts: the output and what is saved.
+
+        Notes
+        -----
+        Walks `nn.blocks.Block.forward` with a tape. An array belongs to the first boundary that it
+        is the tensor of: a layer that passes its input on makes none.
+        """
+        tape = Tape()
+        saved = self.saved_boundaries() if keep != "nothing" else ()
+        owner = [0]
+        alive: dict[int, int] = {}
+        for index, layer in enumerate(self.layers):
+            end = index + 1
+            tape.call(layer.forward_peak_bytes, layer.result_bytes + layer.extra_saved_bytes)
+            owner.append(owner[index] if layer.passes_through else end)
+            if not layer.passes_through:
+                alive[end] = layer.result_bytes
+            if keep == "selective" and layer.interior_bytes:
+                tape.call(layer.trim_peak_bytes, layer.check_bytes)
+                tape.free(layer.interior_bytes)
+            if keep == "nothing":
+                tape.free(layer.extra_saved_bytes)
+            for (_, skip_end), add_bytes in zip(self.skips, self.add_bytes, strict=True):
+                if skip_end == end:
+                    made = 0 if owner[end] == end else layer.output_bytes
+                    tape.call(made + add_bytes, made)
+                    owner[end] = end
+                    alive.setdefault(end, made)
+            needed = {owner[end], *(owner[boundary] for boundary in saved if boundary <= end)}
+            needed |= {owner[source] for source, last in self.skips if source <= end < last}
+            for boundary in alive.keys() - needed:
+                tape.free(alive.pop(boundary))
+        return tape.peak
+
+    def restore_peak(self) -> int:
+        """Return the most bytes of new arrays alive at one time during the block's restore.
+
+        What forward saved is alive at the call. At the end `interior_bytes` are left.
+        """
+        tape = Tape()
+        for layer in self.layers:
+            tape.call(layer.restore_peak_bytes, layer.interior_bytes)
+        return tape.peak
+
+    def backward_peak(self) -> int:
+        """Return the most bytes of new arrays alive at one time during the block's backward.
+
+        Returns
+        -------
+        int
+            Beyond what is alive at the call: parameters, what was saved and the output's gradient,
+            all of which the caller holds until the end. What is left then counts: the input's
+            gradient and those of the parameters.
+
+        Notes
+        -----
+        Walks `nn.blocks.Block.backward` with a tape; a gradient is called by the boundary that it
+        was made for.
+        """
+        tape = Tape()
+        num_layers = len(self.layers)
+        current = num_layers
+        alive = {num_layers: 0}
+        branches: dict[int, list[tuple[int, int]]] = {}
+
+        def keep_only(named: set[int]) -> None:
+            needed = named | {grad for later in branches.values() for grad, _ in later}
+            for boundary in alive.keys() - needed:
+                tape.free(alive.pop(boundary))
+
+        for index in reversed(range(num_layers)):
+            layer = self.layers[index]
+            for (source, end), add_bytes in zip(self.skips, self.add_bytes, strict=True):
+                if end == index + 1:
+                    branches.setdefault(source, []).append((current, add_bytes))
+            made = 0 if layer.passes_through else layer.input_grad_bytes
+            tape.call(layer.input_peak_bytes, made + layer.kept_bytes)
+            tape.call(layer.weight_peak_bytes, layer.grad_bytes)
+            tape.free(layer.kept_bytes - layer.handed_on_bytes)
+            new = current if layer.passes_through else index
+            alive.setdefault(new, made)
+            # The old gradient lives on as long as a branch or the caller has it.
+            added = branches.pop(index, [])
+            while added:
+                _, add_bytes = added.pop(0)
+                made = 0 if new == index else layer.input_bytes
+                tape.call(made + add_bytes, made)
+                new = index
+                alive.setdefault(new, made)
+                keep_only({current, new, *(grad for grad, _ in added)})
+            current = new
+            keep_only({current})
+        return tape.peak

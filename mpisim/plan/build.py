@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from mpisim.layouts.specs import BlockSpec
 from mpisim.mesh import Mesh
 from mpisim.plan.ops import Forward, LoadBatch, Op
-from mpisim.plan.partition import Bucket, make_buckets
+from mpisim.plan.partition import Bucket, buckets_by_block, make_buckets
 from mpisim.plan.passes import (
     expand_blocks,
     frame_update,
     insert_recompute,
     reduce_scalars,
     sync_gradients,
+    unshard_params,
 )
 from mpisim.plan.schedules import accumulate
 
@@ -38,6 +39,11 @@ class Plan:
     """The ops, per rank, in order."""
     lengths: tuple[tuple[int, ...], ...] = ()
     """Tokens per row, per rank and microbatch; empty: every row has the model's full width."""
+    zero: int = 0
+    """What is sharded over axis dp: nothing; optimizer state (1); gradients, too (2); parameters,
+    too (3)."""
+    param_dtype: str = "float32"
+    """Dtype of working weights in messages."""
 
     def length(self, rank: int, micro: int) -> int | None:
         """Return the tokens per row of a microbatch; None: the model's full width."""
@@ -71,6 +77,9 @@ def build_train_plan(
     lengths: tuple[tuple[int, ...], ...] = (),
     recompute: str = "none",
     recompute_every: int = 1,
+    zero: int = 0,
+    prefetch: bool = False,
+    param_dtype: str = "float32",
 ) -> Plan:
     """Return the plan of one optimizer step.
 
@@ -94,10 +103,17 @@ def build_train_plan(
     recompute : {"none", "selective", "full"}
     recompute_every : int
         See `passes.insert_recompute`.
+    zero : {0, 1, 2, 3}
+        What is sharded: see `Plan.zero`. With 3 every block is a bucket of its own.
+    prefetch : bool
+        See `passes.unshard_params`.
+    param_dtype : str
+        Of working weights in messages.
     """
     block_specs = specs(max(max(counts) for counts in rows), None)
     blocks = tuple(block.name for block in block_specs)
-    buckets = make_buckets(block_specs, itemsize, bucket_bytes)
+    buckets = make_buckets(block_specs, itemsize, 0 if zero == 3 else bucket_bytes)
+    needs = buckets_by_block(block_specs, buckets)
     ranks = []
     for counts in rows:
         ops = accumulate(len(counts))
@@ -105,9 +121,14 @@ def build_train_plan(
         ops = insert_recompute(
             ops, recomputable(block_specs, recompute), recompute, recompute_every
         )
-        ops = sync_gradients(ops, buckets, overlap)
-        ranks.append(tuple(frame_update(ops)))
-    return Plan("train", mesh, dtype, algorithm, rows, blocks, buckets, tuple(ranks), lengths)
+        if zero == 3:
+            ops = unshard_params(ops, buckets, needs, prefetch)
+        ops = sync_gradients(ops, buckets, overlap, zero)
+        ranks.append(tuple(frame_update(ops, buckets, zero, mesh.size)))
+    return Plan(
+        "train", mesh, dtype, algorithm, rows, blocks, buckets, tuple(ranks), lengths, zero,
+        param_dtype,
+    )  # fmt: skip
 
 
 def recomputable(blocks: tuple[BlockSpec, ...], mode: str) -> tuple[str, ...]:
@@ -130,15 +151,28 @@ def build_eval_plan(
     rows: tuple[tuple[int, ...], ...],
     dtype: str,
     algorithm: str,
+    buckets: tuple[Bucket, ...] = (),
+    zero: int = 0,
+    prefetch: bool = False,
+    param_dtype: str = "float32",
 ) -> Plan:
-    """Return the plan of one held-out evaluation: forwards, then one sum over all ranks."""
-    blocks = tuple(block.name for block in specs(1, None))
+    """Return the plan of one held-out evaluation: forwards, then one sum over all ranks.
+
+    `buckets` are those of the training plan, whose parameters are gathered if they are sharded;
+    the other parameters are those of `build_train_plan`.
+    """
+    block_specs = specs(1, None)
+    blocks = tuple(block.name for block in block_specs)
     ranks = []
     for counts in rows:
         ops: list[Op] = []
         for micro in range(len(counts)):
             ops.append(LoadBatch(micro))
             ops += [Forward(block, micro) for block in blocks]
+        if zero == 3:
+            ops = unshard_params(ops, buckets, buckets_by_block(block_specs, buckets), prefetch)
         ops.append(reduce_scalars("eval"))
         ranks.append(tuple(ops))
-    return Plan("eval", mesh, dtype, algorithm, rows, blocks, (), tuple(ranks))
+    return Plan(
+        "eval", mesh, dtype, algorithm, rows, blocks, buckets, tuple(ranks), (), zero, param_dtype
+    )

@@ -15,26 +15,38 @@ from typing import Any
 from mpisim.errors import DeadlockError, PlanError
 from mpisim.plan.build import Plan
 from mpisim.plan.ops import (
+    ALL_MICROS,
+    CONTROL_SUMS,
     KEEPS,
     WAIT_AXIS,
     Backward,
     CheckGradients,
     Forward,
     GatherMetrics,
+    GatherParams,
     LoadBatch,
     Op,
     OptimizerStep,
     Recompute,
     ReduceScalars,
+    Reshard,
     StartSync,
+    StartUnshard,
     WaitSync,
+    WaitUnshard,
+    control_count,
 )
+from mpisim.plan.partition import Bucket
 from mpisim.plan.text import op_text
 
 _CONTEXT_OPS = 3
 
 _SUMS = {"train": ("target_count", "loss", "non_finite"), "eval": ("eval",)}
 """Kinds of `ReduceScalars` that a plan of each kind has, once each."""
+
+
+def _sums(plan: Plan) -> tuple[str, ...]:
+    return (*_SUMS[plan.kind], *(("norm",) if plan.kind == "train" and plan.zero else ()))
 
 
 @dataclass
@@ -57,10 +69,15 @@ class _RankState:
     forwards: set[tuple[str, int]] = field(default_factory=set)
     backwards: set[tuple[str, int]] = field(default_factory=set)
     sums: set[str] = field(default_factory=set)
-    started: list[int] = field(default_factory=list)
+    started: list[tuple] = field(default_factory=list)
+    """Collectives this rank has started on axis dp, in order: what, bucket, and which."""
     started_at: list[int] = field(default_factory=list)
     """Positions of the ops that started them."""
-    waited: set[int] = field(default_factory=set)
+    waited: set[tuple] = field(default_factory=set)
+    """Those it has waited for."""
+    unsharded: dict[int, bool] = field(default_factory=dict)
+    """Buckets whose parameters were asked for; True once they are here."""
+    num_gathers: int = 0
     entered: list[tuple] = field(default_factory=list)
     """Collectives this rank has entered on axis control, in order."""
     checked: bool = False
@@ -78,7 +95,23 @@ class _RankState:
     @property
     def unreduced(self) -> list[int]:
         """Buckets that are not waited for yet."""
-        return [b.index for b in self.plan.buckets if b.index not in self.waited]
+        plan = self.plan
+        micros = range(self.num_micros) if plan.zero >= 2 else (ALL_MICROS,)
+        return [
+            bucket.index
+            for bucket in plan.buckets
+            if any(("sync", bucket.index, micro) not in self.waited for micro in micros)
+        ]
+
+    @property
+    def in_flight(self) -> list[tuple]:
+        """Collectives that were started and not waited for."""
+        return [key for key in self.started if key not in self.waited]
+
+    def start(self, key: tuple) -> None:
+        """Queue a collective on axis dp."""
+        self.started.append(key)
+        self.started_at.append(self.position)
 
 
 def check_plan(plan: Plan) -> None:
@@ -104,6 +137,9 @@ def check_plan(plan: Plan) -> None:
             f"plan must have lengths for every microbatch of every rank, or none; got "
             f"{plan.lengths} for rows {plan.rows}. Build it with plan.build."
         )
+    if plan.zero not in (0, 1, 2, 3):
+        raise PlanError(f"plan zero must be 0, 1, 2 or 3; got {plan.zero}. Build it with "
+                        f"plan.build.")  # fmt: skip
     if plan.kind not in _SUMS:
         raise PlanError(
             f"plan kind must be {' or '.join(_SUMS)}; got {plan.kind!r}. Build it with plan.build."
@@ -136,10 +172,18 @@ def _blocked(state: _RankState, states: list[_RankState]) -> bool:
     if axis is None:
         return False
     group = state.plan.mesh.group(state.rank, "dp") if axis == "dp" else range(len(states))
-    if isinstance(op, WaitSync):
-        if op.bucket not in state.started:
+    if axis == "dp":
+        if isinstance(op, GatherParams):
+            wanted = ("gather", op.bucket)
+            if wanted not in state.started:
+                state.start(wanted)
+        elif isinstance(op, WaitSync):
+            wanted = ("sync", op.bucket, op.micro)
+        else:
+            wanted = _last_unshard(state, op.bucket)
+        if wanted not in state.started:
             _fail(state, f"bucket {op.bucket} must be started before it is waited for")
-        turn = state.started.index(op.bucket)
+        turn = state.started.index(wanted)
         return any(len(states[rank].started) <= turn for rank in group)
     key = (type(op).__name__, *(getattr(op, name) for name in op.__dataclass_fields__))
     marker = (state.position, key)
@@ -147,6 +191,11 @@ def _blocked(state: _RankState, states: list[_RankState]) -> bool:
         state.entered.append(marker)
     turn = len(state.entered) - 1
     return any(len(states[rank].entered) <= turn for rank in group)
+
+
+def _last_unshard(state: _RankState, bucket: int) -> tuple | None:
+    found = [key for key in state.started if key[:2] == ("unshard", bucket)]
+    return found[-1] if found else None
 
 
 def _match(states: list[_RankState]) -> None:
@@ -167,9 +216,15 @@ def _match(states: list[_RankState]) -> None:
                 marks = {s.rank: s.started_at[turn] for s in (leader, state)}
                 raise PlanError(
                     f"ranks of a dp group must start the same buckets in the same order; got "
-                    f"bucket {theirs} on rank {leader.rank} and {mine} on rank {state.rank} at "
-                    f"turn {turn}:\n{draw_place(state.plan, marks)}\nMake the plans agree."
+                    f"{_key_text(theirs)} on rank {leader.rank} and {_key_text(mine)} on rank "
+                    f"{state.rank} at turn {turn}:\n{draw_place(state.plan, marks)}\nMake the "
+                    f"plans agree."
                 )
+
+
+def _key_text(key: tuple) -> str:
+    what = {"sync": "the sum", "unshard": "the gather", "gather": "the gather after the update"}
+    return f"{what[key[0]]} of bucket {key[1]}"
 
 
 def _load_batch(state: _RankState, op: LoadBatch) -> None:
@@ -192,6 +247,7 @@ def _forward(state: _RankState, op: Forward) -> None:
         _require(state, found, "forward must follow the forward of the block before")
         state.outputs.discard(before)
     _require(state, key not in state.forwards, "a block must run forward once per microbatch")
+    _require_params(state, op.block)
     state.forwards.add(key)
     _require(state, op.keep in KEEPS, f"keep must be one of {', '.join(KEEPS)}")
     kept_loss = not is_last or op.keep in ("all", "selective")
@@ -222,6 +278,7 @@ def _recompute(state: _RankState, op: Recompute) -> None:
     state.saved.add(key)
     if keep == "selective":
         return
+    _require_params(state, op.block)
     number = blocks.index(op.block)
     if keep == "nothing":
         before = (blocks[number - 1], op.micro)
@@ -238,6 +295,13 @@ def _backward(state: _RankState, op: Backward) -> None:
     _require_known(state, op.block)
     _require(state, key not in state.kept, "backward must follow the replay of its block")
     _require(state, key in state.saved, "backward must follow the forward of its block")
+    _require_params(state, op.block)
+    busy = [key[1] for key in state.in_flight if key[0] == "sync"]
+    for bucket in state.plan.buckets:
+        if op.block in bucket.blocks:
+            free = bucket.index not in busy
+            _require(state, free, f"a backward must not add to bucket {bucket.index} while it is "
+                     f"summed")  # fmt: skip
     if op.block == blocks[-1]:
         counted = "target_count" in state.sums
         _require(state, counted, "backward must follow ReduceScalars of kind target_count")
@@ -254,37 +318,103 @@ def _backward(state: _RankState, op: Backward) -> None:
         state.grads_of.add(key)
 
 
-def _start_sync(state: _RankState, op: StartSync) -> None:
-    buckets, micros = state.plan.buckets, state.num_micros
+def _require_params(state: _RankState, block: str) -> None:
+    """Require that the parameters a block reads are here, if they are sharded."""
+    if state.plan.zero < 3:
+        return
+    for bucket in state.plan.buckets:
+        if block in bucket.blocks:
+            here = state.unsharded.get(bucket.index, False)
+            _require(state, here, f"block {block} must find the parameters of bucket "
+                     f"{bucket.index} gathered")  # fmt: skip
+
+
+def _known_bucket(state: _RankState, op: StartSync | StartUnshard | GatherParams) -> Bucket:
+    buckets = state.plan.buckets
     bucket = buckets[op.bucket] if 0 <= op.bucket < len(buckets) else None
     _require(state, bucket is not None, "a bucket must be in the plan's head")
     _require(state, bucket.count == op.count, f"bucket must have {bucket.count} elements")
-    _require(state, op.bucket not in state.started, "a bucket must be reduced once per step")
+    return bucket
+
+
+def _start_sync(state: _RankState, op: StartSync) -> None:
+    zero, micros = state.plan.zero, state.num_micros
+    bucket = _known_bucket(state, op)
+    collective = "reduce_scatter" if zero else "all_reduce"
+    _require(state, op.collective == collective, f"the sum must be a {collective} with zero {zero}")
+    if zero >= 2:
+        _require(state, 0 <= op.micro < micros, f"a sum must be of one of {micros} microbatches")
+        summed = [op.micro]
+    else:
+        _require(state, op.micro == ALL_MICROS, f"the sum must be of all microbatches "
+                 f"({ALL_MICROS}) with zero {zero}")  # fmt: skip
+        summed = list(range(micros))
+    key = ("sync", op.bucket, op.micro)
+    often = "once per microbatch" if zero >= 2 else "once per step"
+    _require(state, key not in state.started, f"a bucket must be reduced {often}")
     # No gradient can change from here on: no backward of these blocks is left.
     for block in bucket.blocks:
+        whose = f"microbatch {op.micro}" if zero >= 2 else f"all {micros} microbatches"
         _require(
-            state, all((block, micro) in state.backwards for micro in range(micros)),
-            f"a bucket must hold the gradients of all {micros} microbatches of block {block}",
+            state, all((block, micro) in state.backwards for micro in summed),
+            f"a bucket must hold the gradients of {whose} of block {block}",
         )  # fmt: skip
-    state.started.append(op.bucket)
-    state.started_at.append(state.position)
+    state.start(key)
 
 
 def _wait_sync(state: _RankState, op: WaitSync) -> None:
-    _require(state, op.bucket not in state.waited, "a bucket must be waited for once")
-    state.waited.add(op.bucket)
+    key = ("sync", op.bucket, op.micro)
+    _require(state, key not in state.waited, "a bucket must be waited for once")
+    state.waited.add(key)
+
+
+def _start_unshard(state: _RankState, op: StartUnshard) -> None:
+    _require(state, state.plan.zero == 3, "parameters must be gathered by block with zero 3 only")
+    _known_bucket(state, op)
+    _require(state, op.bucket not in state.unsharded, "a bucket must be freed before it is "
+             "gathered again")  # fmt: skip
+    state.unsharded[op.bucket] = False
+    state.num_gathers += 1
+    state.start(("unshard", op.bucket, state.num_gathers))
+
+
+def _wait_unshard(state: _RankState, op: WaitUnshard) -> None:
+    _require(state, not state.unsharded.get(op.bucket, True), "a gather must be waited for once")
+    state.unsharded[op.bucket] = True
+    state.waited.add(_last_unshard(state, op.bucket))
+
+
+def _reshard(state: _RankState, op: Reshard) -> None:
+    here = state.unsharded.pop(op.bucket, False)
+    _require(state, here, "parameters must be gathered before they are freed")
+
+
+def _gather_params(state: _RankState, op: GatherParams) -> None:
+    zero = state.plan.zero
+    _require(state, zero in (1, 2), "updated parameters must be gathered with zero 1 or 2 only")
+    _known_bucket(state, op)
+    _require(state, state.stepped, "updated parameters must be gathered after OptimizerStep")
+    key = ("gather", op.bucket)
+    _require(state, key not in state.waited, "updated parameters must be gathered once")
+    state.waited.add(key)
 
 
 def _reduce_scalars(state: _RankState, op: ReduceScalars) -> None:
-    kinds, micros, last = _SUMS[state.plan.kind], state.num_micros, state.plan.blocks[-1]
+    kinds, micros, last = _sums(state.plan), state.num_micros, state.plan.blocks[-1]
     _require(state, op.kind in kinds, f"kind of a sum must be {' or '.join(kinds)}")
     _require(state, op.kind not in state.sums, f"{op.kind} must be summed once per step")
+    meant = (control_count(op.kind, state.plan.mesh.size), *CONTROL_SUMS[op.kind][1:])
+    got = (op.count, op.dtype, op.reduction)
+    _require(state, got == meant, f"the sum {op.kind} must be of {meant}, and not of {got}")
     if op.kind != "target_count":
         whole = all((last, micro) in state.forwards for micro in range(micros))
         rule = f"the sum {op.kind} must follow the forwards of all {micros} microbatches"
         _require(state, whole, rule)
-    if op.kind == "non_finite":
-        _require(state, state.checked, "the flag must follow CheckGradients")
+    if op.kind in ("norm", "non_finite"):
+        what = {"norm": "the norm", "non_finite": "the flag"}[op.kind]
+        _require(state, state.checked, f"{what} must follow CheckGradients")
+    if op.kind == "non_finite" and "norm" in kinds:
+        _require(state, "norm" in state.sums, "the flag must follow the sum norm")
     state.sums.add(op.kind)
 
 
@@ -318,9 +448,13 @@ _RULES: dict[type[Op], Callable[[_RankState, Any], None]] = {
     Backward: _backward,
     StartSync: _start_sync,
     WaitSync: _wait_sync,
+    StartUnshard: _start_unshard,
+    WaitUnshard: _wait_unshard,
+    Reshard: _reshard,
     ReduceScalars: _reduce_scalars,
     CheckGradients: _check_gradients,
     OptimizerStep: _optimizer_step,
+    GatherParams: _gather_params,
     GatherMetrics: _gather_metrics,
 }
 """Op kind -> function: what an op needs and what it leaves on its rank."""
@@ -341,7 +475,8 @@ def _check_end(state: _RankState) -> None:
         "saved activations": state.saved | state.kept.keys(),
         "replayed outputs": state.replayed,
         "activation gradients": state.grads_of,
-        "buckets in flight": set(state.started) - state.waited,
+        "buckets in flight": {key[1] for key in state.in_flight},
+        "gathered parameters of buckets": state.unsharded,
     }
     found = [f"{what} {sorted(things)}" for what, things in left.items() if things]
     if found:
@@ -354,10 +489,18 @@ def _check_end(state: _RankState) -> None:
             f"a training plan must update the parameters; got no OptimizerStep on rank "
             f"{state.rank}:\n{place}\nAdd one after the last WaitSync."
         )
-    missing = [kind for kind in _SUMS[state.plan.kind] if kind not in state.sums]
+    plan = state.plan
+    if plan.kind == "train" and plan.zero in (1, 2):
+        stale = [b.index for b in plan.buckets if ("gather", b.index) not in state.waited]
+        if stale:
+            raise PlanError(
+                f"a plan must gather what the update has changed; got no GatherParams of buckets "
+                f"{stale} on rank {state.rank}:\n{place}\nAdd them after OptimizerStep."
+            )
+    missing = [kind for kind in _sums(plan) if kind not in state.sums]
     if missing:
         raise PlanError(
-            f"a plan must sum {' and '.join(_SUMS[state.plan.kind])} over all ranks; got none of "
+            f"a plan must sum {' and '.join(_sums(plan))} over all ranks; got none of "
             f"{' and '.join(missing)} on rank {state.rank}:\n{place}\nAdd ReduceScalars."
         )
 

@@ -13,9 +13,28 @@ from typing import Any, Literal, NamedTuple
 
 from mpisim.layouts.metrics import MEMORY_CATEGORIES, METRIC_NAMES
 from mpisim.layouts.specs import BlockSpec
-from mpisim.layouts.steps import all_reduce_table, buffered_count, gather_table, scratch_slots
+from mpisim.layouts.steps import (
+    all_reduce_table,
+    buffered_count,
+    gather_table,
+    reduce_scatter_table,
+    scratch_slots,
+)
 from mpisim.plan.build import BlockSpecs, Plan
-from mpisim.plan.ops import CONTROL_SUMS, Backward, Forward, LoadBatch, Op, Recompute
+from mpisim.plan.ops import (
+    CONTROL_SUMS,
+    Backward,
+    Forward,
+    LoadBatch,
+    Op,
+    Recompute,
+    Reshard,
+    StartSync,
+    StartUnshard,
+    WaitSync,
+    control_count,
+)
+from mpisim.plan.partition import Bucket
 from mpisim.plan.passes import replay_ends
 from mpisim.plan.text import op_text
 
@@ -85,17 +104,18 @@ def predict_memory(
         `peak` holds each category at its own worst moment; `peak_total` the largest sum.
     """
     live = dict.fromkeys(MEMORY_CATEGORIES, 0)
-    num_params = sum(p.size for block in specs(1, None) for p in block.params)
-    num_grads = sum(bucket.count for bucket in plan.buckets)
-    live["params"] = num_params * itemsizes.compute
-    live["master_params"] = num_params * itemsizes.param * itemsizes.has_master
-    live["grads"] = num_grads * itemsizes.reduce
-    live["optimizer"] = num_params * itemsizes.param * optimizer_arrays
+    whole = sum(bucket.count for bucket in plan.buckets)
+    own = sum(hi - lo for lo, hi in (owned_range(plan, bucket, rank) for bucket in plan.buckets))
+    live["params"] = (own if plan.zero == 3 else whole) * itemsizes.compute
+    live["master_params"] = own * itemsizes.param * itemsizes.has_master
+    live["grads"] = (own if plan.zero >= 2 else whole) * itemsizes.reduce
+    live["optimizer"] = own * itemsizes.param * optimizer_arrays
     live["comm_buffers"] = comm_buffer_bytes(plan, rank, itemsizes.wire)
-    live["comm_buffers"] += num_grads * itemsizes.wire * itemsizes.has_wire_copy
+    if plan.zero < 2:
+        live["comm_buffers"] += whole * itemsizes.wire * itemsizes.has_wire_copy
     live["data"] = data_bytes
     live["temp"] = scratch_bytes
-    walk = _Walk(plan, rank, specs, batch_bytes, live)
+    walk = _Walk(plan, rank, specs, itemsizes, batch_bytes, live)
     for op in plan.ranks[rank]:
         if step := _STEPS.get(type(op)):
             step(walk, op)
@@ -105,22 +125,28 @@ def predict_memory(
 class _Tensor(NamedTuple):
     """The name of what comes and goes during a step; who holds the same name shares the array."""
 
-    kind: Literal["batch", "boundary", "replay", "own", "interior", "check", "grad"]
+    kind: Literal[
+        "batch", "boundary", "replay", "own", "interior", "check", "grad", "sums", "wire", "whole"
+    ]
     """`batch`: a microbatch as loaded, category "data"; all others are "activations".
     `boundary`: what flows between two layers. `replay`: a replayed output that is compared with
     the first one, an array of its own. `own`: what a block saves beside boundaries, without the
     `interior` that can be dropped and the `check` that stands for it. `grad`: gradient of a
-    block's input."""
+    block's input. Of a bucket, while it is there: `sums`, all its gradients; `wire`, their rounded
+    copy; `whole`, its gathered parameters."""
     micro: int
     block: int = 0
-    """Number of the block, from 0."""
+    """Number of the block, or of the bucket, from 0."""
     boundary: int = 0
     """0 is the block's input; its output is boundary 0 of the block after."""
 
     @property
     def category(self) -> str:
         """The ledger's category."""
-        return "data" if self.kind == "batch" else "activations"
+        return _CATEGORIES.get(self.kind, "activations")
+
+
+_CATEGORIES = {"batch": "data", "sums": "grads", "wire": "comm_buffers", "whole": "params"}
 
 
 class _Walk:
@@ -135,10 +161,12 @@ class _Walk:
         plan: Plan,
         rank: int,
         specs: BlockSpecs,
+        itemsizes: Itemsizes,
         batch_bytes: Callable[[int, int | None], int],
         live: dict[str, int],
     ) -> None:
         self.plan, self.rank, self.batch_bytes = plan, rank, batch_bytes
+        self.itemsizes = itemsizes
         self.specs = [
             specs(rows, plan.length(rank, micro)) for micro, rows in enumerate(plan.rows[rank])
         ]
@@ -220,6 +248,11 @@ class _Walk:
         micro, number, block = self._place(op)
         if number:
             self._hold(_Tensor("grad", micro, number), block.boundary_bytes(0))
+        if self.plan.zero >= 2:
+            for bucket in self.plan.buckets:
+                sums = _Tensor("sums", 0, bucket.index)
+                if op.block in bucket.blocks and not self._holders[sums]:
+                    self._hold(sums, bucket.count * self.itemsizes.reduce)
         self._note(op)
         for tensor in self._kept(micro, number, block):
             self._drop(tensor)
@@ -257,6 +290,28 @@ class _Walk:
             kept[_Tensor("own", micro, number)] = plain
         return kept
 
+    def start_sync(self, op: StartSync) -> None:
+        """Where gradients are sharded and rounded for the wire, the copy takes their place."""
+        if self.plan.zero >= 2 and self.itemsizes.has_wire_copy:
+            self._hold(_Tensor("wire", 0, op.bucket), op.count * self.itemsizes.wire)
+            self._note(op)
+            self._drop(_Tensor("sums", 0, op.bucket))
+
+    def wait_sync(self, op: WaitSync) -> None:
+        """Drop what was summed, if gradients are sharded: its share is in the rank's shard."""
+        if self.plan.zero >= 2:
+            kind = "wire" if self.itemsizes.has_wire_copy else "sums"
+            self._drop(_Tensor(kind, 0, op.bucket))
+
+    def start_unshard(self, op: StartUnshard) -> None:
+        """Hold the bucket's parameters."""
+        self._hold(_Tensor("whole", 0, op.bucket), op.count * self.itemsizes.compute)
+        self._note(op)
+
+    def reshard(self, op: Reshard) -> None:
+        """Drop the bucket's parameters."""
+        self._drop(_Tensor("whole", 0, op.bucket))
+
     def _hold_each(self, tensors: dict[_Tensor, int]) -> None:
         for tensor, nbytes in tensors.items():
             self._hold(tensor, nbytes)
@@ -287,6 +342,10 @@ _STEPS: dict[type[Op], Callable[[_Walk, Any], None]] = {
     Forward: _Walk.forward,
     Recompute: _Walk.recompute,
     Backward: _Walk.backward,
+    StartSync: _Walk.start_sync,
+    WaitSync: _Walk.wait_sync,
+    StartUnshard: _Walk.start_unshard,
+    Reshard: _Walk.reshard,
 }
 """Ops that hold or drop something; what the others use is there from start to end."""
 
@@ -332,18 +391,31 @@ def retained_estimate(plan: Plan, rank: int, micro: int, specs: BlockSpecs) -> i
     return total + sum(boundaries.values())
 
 
+def owned_range(plan: Plan, bucket: Bucket, rank: int) -> tuple[int, int]:
+    """Return the elements of a bucket whose masters and moments a rank keeps."""
+    if plan.zero == 0:
+        return 0, bucket.count
+    return bucket.shard(plan.mesh.dp, plan.mesh.coordinate(rank)["dp"])
+
+
 def comm_buffer_bytes(plan: Plan, rank: int, itemsize: int) -> int:
     """Return the bytes of scratch and control buffers that a rank's communicators hold."""
     mesh = plan.mesh
     index = mesh.coordinate(rank)["dp"]
     scratch, copies = 0, 0
     for bucket in plan.buckets:
-        table = all_reduce_table(bucket.count, mesh.dp, itemsize, plan.algorithm)
-        number, longest = scratch_slots(table, index)
+        if plan.zero:
+            table = reduce_scatter_table(bucket.count, mesh.dp, itemsize)
+        else:
+            table = all_reduce_table(bucket.count, mesh.dp, itemsize, plan.algorithm)
+        number, longest = scratch_slots(table, index, in_place=plan.zero > 0)
         scratch = max(scratch, number * longest * itemsize)
         copies += buffered_count(table, index, itemsize) * itemsize
     control, scalars = 0, 0
-    for kind_count, _, _ in CONTROL_SUMS.values():
+    for kind in CONTROL_SUMS:
+        if kind == "norm" and not plan.zero:
+            continue
+        kind_count = control_count(kind, mesh.size)
         table = all_reduce_table(kind_count, mesh.size, 8, "auto")
         number, longest = scratch_slots(table, rank)
         control = max(control, number * longest * 8)

@@ -78,12 +78,40 @@ class Backward(Op):
     micro: int
 
 
+ALL_MICROS = -1
+"""In place of a microbatch: the gradients of all of them, added up."""
+
+
 @dataclass(frozen=True, slots=True)
 class StartSync(Op):
-    """This op is read as: begin the all-reduce of one gradient bucket over axis dp.
+    """This op is read as: begin to sum one gradient bucket over axis dp.
 
     The bucket belongs to the collective until its WaitSync.
     """
+
+    bucket: int
+    micro: int
+    """Whose gradients: `ALL_MICROS` once a step, or one microbatch after the other (ZeRO 2, 3)."""
+    count: int
+    """Elements of the bucket."""
+    collective: str
+    """``all_reduce``: every rank gets the sum; ``reduce_scatter``: its own shard of it (ZeRO)."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitSync(Op):
+    """This op is read as: block until the bucket is summed.
+
+    If gradients are sharded, add this rank's shard of the sum to its own and free the bucket.
+    """
+
+    bucket: int
+    micro: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartUnshard(Op):
+    """This op is read as: make room for all parameters of a bucket and begin to gather them."""
 
     bucket: int
     count: int
@@ -91,8 +119,15 @@ class StartSync(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class WaitSync(Op):
-    """This op is read as: block until the bucket's all-reduce is complete."""
+class WaitUnshard(Op):
+    """This op is read as: block until the bucket's parameters are here."""
+
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard(Op):
+    """This op is read as: free the gathered parameters of a bucket; the shard stays."""
 
     bucket: int
 
@@ -114,21 +149,41 @@ class ReduceScalars(Op):
 CONTROL_SUMS: dict[str, tuple[int, str, str]] = {
     "target_count": (1, "int64", "sum"),
     "loss": (2, "float64", "sum"),
+    "norm": (0, "float64", "sum"),
     "non_finite": (1, "int64", "max"),
     "eval": (3, "float64", "sum"),
 }
-"""Kind -> elements, dtype, reduction: valid targets of the update; sum of losses and top-1 hits;
-whether some rank found a number that is not finite; sum of losses, top-1 hits, valid targets."""
+"""Kind -> elements, dtype, reduction (0 elements: one per rank).
+
+target_count: valid targets of the update. loss: sum of losses and top-1 hits. norm: of each rank's
+gradient shard, in a place of its own (a sum of squares could overflow, a list of norms cannot).
+non_finite: whether some rank found a number that is not finite. eval: sum of losses, top-1 hits,
+valid targets."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckGradients(Op):
-    """This op is read as: take the gradients' global norm and note if it is not finite."""
+    """This op is read as: take the norm of the gradients that this rank owns, look for NaN and inf.
+
+    Where gradients are sharded a sum of kind "norm" makes it the global one.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep(Op):
     """This op is read as: commit the update, or skip it on all ranks; clear the gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatherParams(Op):
+    """This op is read as: collect what every rank has updated of a bucket's parameters.
+
+    Skipped on all ranks alike if the update is.
+    """
+
+    bucket: int
+    count: int
+    """Elements of the bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +198,24 @@ OP_TYPES: dict[str, type[Op]] = {
     op.__name__: op
     for op in (
         ForwardStage, BackwardStage, LoadBatch, Forward, Recompute, Backward, StartSync, WaitSync,
-        ReduceScalars, CheckGradients, OptimizerStep, GatherMetrics,
+        StartUnshard, WaitUnshard, Reshard, ReduceScalars, CheckGradients, OptimizerStep,
+        GatherParams, GatherMetrics,
     )
 }  # fmt: skip
 
 WAIT_AXIS: dict[type[Op], str] = {
     WaitSync: "dp",
+    WaitUnshard: "dp",
+    GatherParams: "dp",
     ReduceScalars: "control",
     GatherMetrics: "control",
 }
 """Ops that may block, and the axis they wait on; all others only compute or post."""
+
+IF_COMMITTED: frozenset[type[Op]] = frozenset({GatherParams})
+"""Ops that run only if the update was committed; they are priced both ways."""
+
+
+def control_count(kind: str, num_ranks: int) -> int:
+    """Return the elements of a control sum over `num_ranks` ranks."""
+    return CONTROL_SUMS[kind][0] or num_ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mpisim.layouts.chunks import chunk_bounds
 from mpisim.layouts.specs import BlockSpec, ParamSpec
 
 
@@ -16,6 +17,11 @@ class Bucket:
     """Blocks that add to it, in backward order; those that borrow a parameter of it, too."""
     params: tuple[ParamSpec, ...]
     """Their parameters, in the order they lie in the array."""
+
+    def shard(self, size: int, index: int) -> tuple[int, int]:
+        """Return the range of elements that rank `index` of `size` owns (ZeRO)."""
+        bounds = chunk_bounds(self.count, size)
+        return bounds[index], bounds[index + 1]
 
     @property
     def count(self) -> int:
@@ -44,7 +50,8 @@ def make_buckets(
         Bytes per gradient element.
     bucket_bytes : int
         A bucket is closed when the next block would take it past this size; a block that is
-        larger alone gets a bucket of its own. Blocks are never cut, parameters never moved.
+        larger alone gets a bucket of its own; 0: every block does. Blocks are never cut, parameters
+        never moved.
 
     Returns
     -------
@@ -73,3 +80,18 @@ def make_buckets(
         )
         buckets.append(Bucket(index, adding, params))
     return tuple(buckets)
+
+
+def buckets_by_block(
+    blocks: tuple[BlockSpec, ...], buckets: tuple[Bucket, ...]
+) -> dict[str, tuple[int, ...]]:
+    """Return which buckets hold the parameters that each block reads, borrowed ones too.
+
+    In the order of the block's own parameters, then of the borrowed ones.
+    """
+    owner = {param.name: bucket.index for bucket in buckets for param in bucket.params}
+    found = {}
+    for block in blocks:
+        names = [*(param.name for param in block.params), *block.borrows]
+        found[block.name] = tuple(dict.fromkeys(owner[name] for name in names))
+    return found

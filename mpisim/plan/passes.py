@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mpisim.layouts.metrics import METRIC_NAMES
 from mpisim.plan.ops import (
+    ALL_MICROS,
     CONTROL_SUMS,
     Backward,
     BackwardStage,
@@ -16,13 +17,18 @@ from mpisim.plan.ops import (
     Forward,
     ForwardStage,
     GatherMetrics,
+    GatherParams,
     LoadBatch,
     Op,
     OptimizerStep,
     Recompute,
     ReduceScalars,
+    Reshard,
     StartSync,
+    StartUnshard,
     WaitSync,
+    WaitUnshard,
+    control_count,
 )
 from mpisim.plan.partition import Bucket
 
@@ -91,13 +97,85 @@ def replay_ends(ops: Iterable[Op], blocks: Sequence[str]) -> set[tuple[str, int]
     }
 
 
-def sync_gradients(ops: Iterable[Op], buckets: Sequence[Bucket], overlap: bool) -> list[Op]:
-    """Reduce each bucket once, after the last backward of its last block.
+def unshard_params(
+    ops: Iterable[Op],
+    buckets: Sequence[Bucket],
+    needs: dict[str, tuple[int, ...]],
+    prefetch: bool = False,
+) -> list[Op]:
+    """Gather the parameters of each block right before it runs and free them right after (ZeRO-3).
 
-    With `overlap` a bucket starts as soon as its last gradient is there and is waited for at the
-    end; without, all start after the last backward. The order of buckets, and so the order of
-    every addition, is the same.
+    Parameters
+    ----------
+    ops : iterable of Op
+        Expanded into blocks, with replays.
+    buckets : sequence of Bucket
+        One per block that owns parameters.
+    needs : dict of str to tuple of int
+        Block -> buckets that it reads (`partition.buckets_by_block`).
+    prefetch : bool
+        Begin to gather for the next block before this one runs: twice the room, less waiting.
+
+    Notes
+    -----
+    A replay of a whole block and its backward share one gather, also where other replays lie
+    between them. A restored interior needs no parameters.
     """
+    ops = list(ops)
+    keeps = {(op.block, op.micro): op.keep for op in ops if isinstance(op, Forward)}
+    held: set[int] = set()
+    result: list[Op] = []
+    # What the reader before reads, and where it stands.
+    previous: tuple[int, ...] = ()
+    slot = 0
+    for op in ops:
+        replays_whole = isinstance(op, Recompute) and keeps[op.block, op.micro] != "selective"
+        if not (isinstance(op, (Forward, Backward)) or replays_whole):
+            result.append(op)
+            continue
+        wanted = [index for index in needs[op.block] if index not in held]
+        starts: list[Op] = [StartUnshard(index, buckets[index].count) for index in wanted]
+        if prefetch and not set(wanted) & set(previous):
+            # Before the op that the last gathers were for, behind their waits.
+            result[slot:slot] = starts
+        else:
+            result += starts
+        result += [WaitUnshard(index) for index in wanted]
+        slot = len(result)
+        result.append(op)
+        previous = needs[op.block]
+        if replays_whole:
+            held.update(wanted)
+            continue
+        freed = needs[op.block]
+        held.difference_update(freed)
+        result += [Reshard(index) for index in freed]
+    return result
+
+
+def sync_gradients(
+    ops: Iterable[Op], buckets: Sequence[Bucket], overlap: bool, zero: int = 0
+) -> list[Op]:
+    """Sum every bucket over the ranks, after the last backward that adds to it.
+
+    Parameters
+    ----------
+    ops : iterable of Op
+        Expanded into blocks.
+    buckets : sequence of Bucket
+    overlap : bool
+        A bucket starts as soon as its last gradient is there, and is waited for as late as can be.
+    zero : int
+        0: all-reduce, once a step; 1: reduce-scatter, once a step; 2 and 3: reduce-scatter after
+        every microbatch, so that a rank keeps no more than its shards and one or two buckets.
+
+    Notes
+    -----
+    The order of buckets, and so the order of every addition, does not depend on `overlap`.
+    """
+    if zero >= 2:
+        return _sync_each_micro(list(ops), buckets, overlap)
+    collective = "reduce_scatter" if zero else "all_reduce"
     ops = list(ops)
     last = {op.block: index for index, op in enumerate(ops) if isinstance(op, Backward)}
     ready: dict[int, list[Bucket]] = {}
@@ -108,28 +186,68 @@ def sync_gradients(ops: Iterable[Op], buckets: Sequence[Bucket], overlap: bool) 
     for index, op in enumerate(ops):
         result.append(op)
         if overlap:
-            result += [StartSync(bucket.index, bucket.count) for bucket in ready.get(index, ())]
+            result += [_start(bucket, ALL_MICROS, collective) for bucket in ready.get(index, ())]
         if index == end:
             for bucket in buckets:
                 if not overlap:
-                    result.append(StartSync(bucket.index, bucket.count))
-                result.append(WaitSync(bucket.index))
+                    result.append(_start(bucket, ALL_MICROS, collective))
+                result.append(WaitSync(bucket.index, ALL_MICROS))
     return result
 
 
-def reduce_scalars(kind: str) -> ReduceScalars:
-    """Return the op of one control sum."""
-    return ReduceScalars(kind, *CONTROL_SUMS[kind])
+def _sync_each_micro(ops: list[Op], buckets: Sequence[Bucket], overlap: bool) -> list[Op]:
+    last = {(op.block, op.micro): n for n, op in enumerate(ops) if isinstance(op, Backward)}
+    micros = sorted({micro for _, micro in last})
+    ready: dict[int, list[tuple[Bucket, int]]] = {}
+    for micro in micros:
+        for bucket in buckets:
+            place = max(last[block, micro] for block in bucket.blocks)
+            ready.setdefault(place, []).append((bucket, micro))
+    ends = {max(at for (_, m), at in last.items() if m == micro) for micro in micros}
+    result: list[Op] = []
+    running: WaitSync | None = None
+    for index, op in enumerate(ops):
+        result.append(op)
+        for bucket, micro in ready.get(index, ()):
+            # One at a time: two buckets are alive, the one that is summed and the one that fills.
+            if running is not None:
+                result.append(running)
+            result.append(_start(bucket, micro, "reduce_scatter"))
+            running = WaitSync(bucket.index, micro)
+            if not overlap:
+                result.append(running)
+                running = None
+        if index in ends and running is not None:
+            result.append(running)
+            running = None
+    return result
 
 
-def frame_update(ops: Iterable[Op]) -> list[Op]:
-    """Put the update around the gradients: the global target count before, the rest after."""
+def _start(bucket: Bucket, micro: int, collective: str) -> StartSync:
+    return StartSync(bucket.index, micro, bucket.count, collective)
+
+
+def reduce_scalars(kind: str, num_ranks: int = 1) -> ReduceScalars:
+    """Return the op of one control sum over `num_ranks` ranks."""
+    return ReduceScalars(kind, control_count(kind, num_ranks), *CONTROL_SUMS[kind][1:])
+
+
+def frame_update(
+    ops: Iterable[Op], buckets: Sequence[Bucket], zero: int = 0, num_ranks: int = 1
+) -> list[Op]:
+    """Put the update around the gradients: the global target count before, the rest after.
+
+    With gradients in shards (`zero` >= 1) the norm is one of all ranks; where every rank keeps all
+    working weights (1 and 2) they are collected once they are updated.
+    """
     return [
         reduce_scalars("target_count"),
         *ops,
         reduce_scalars("loss"),
         CheckGradients(),
+        *([reduce_scalars("norm", num_ranks)] if zero else []),
         reduce_scalars("non_finite"),
         OptimizerStep(),
+        *(GatherParams(bucket.index, bucket.count) for bucket in buckets if zero in (1, 2)),
         GatherMetrics(len(METRIC_NAMES)),
     ]

@@ -15,7 +15,7 @@ from mpisim.plan.ops import OP_TYPES, Op
 from mpisim.plan.partition import Bucket
 
 _FIRST_LINE = "mpisim plan 1"
-_HEAD = ("kind", "mesh", "dtype", "algorithm", "blocks")
+_HEAD = ("kind", "mesh", "dtype", "algorithm", "zero", "params", "blocks")
 
 
 def op_text(op: Op) -> str:
@@ -39,6 +39,8 @@ def plan_text(plan: Plan) -> str:
         _mesh_text(plan.mesh),
         f"dtype {plan.dtype}",
         f"algorithm {plan.algorithm}",
+        f"zero {plan.zero}",
+        f"params {plan.param_dtype}",
         "blocks " + " ".join(plan.blocks),
     ]
     lines += map(_bucket_text, plan.buckets)
@@ -94,6 +96,8 @@ def parse_plan(text: str) -> Plan:
                     degrees = dict(pair.split("=") for pair in rest.split())
                     mesh = Mesh(**{axis: int(degree) for axis, degree in degrees.items()})
                     again = _mesh_text(mesh)
+                elif word == "zero":
+                    again = f"zero {int(rest)}"
             else:
                 raise ValueError("unknown word, or one that came before")
             if again != line:
@@ -112,6 +116,7 @@ def parse_plan(text: str) -> Plan:
     return Plan(
         head["kind"], mesh, head["dtype"], head["algorithm"], tuple(rows),
         tuple(head["blocks"].split()), tuple(buckets), tuple(map(tuple, ranks)), tuple(lengths),
+        int(head["zero"]), head["params"],
     )  # fmt: skip
 
 

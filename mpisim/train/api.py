@@ -102,7 +102,7 @@ def _run_threads(config: RunConfig, ranks: int, overwrite: bool) -> dict[str, An
 
     def body(transport: LocalTransport) -> dict[str, Any]:
         job = Job(transport.rank, transport.size)
-        return train_on(transport, setups[transport.rank], job, overwrite).master
+        return train_on(transport, setups[transport.rank], job, overwrite)[1]
 
     done = run_threads(
         body, ranks, timeout_s=config.comm.timeout_s, synchronous=config.comm.synchronous_sends

@@ -63,8 +63,13 @@ def train_rank(config: RunConfig, job: Job, *, overwrite: bool = False) -> None:
     job.finish()
 
 
-def train_on(transport: Transport, setup: Setup, job: Job, overwrite: bool) -> EngineState:
-    """Train over a connected transport; returns this rank's final state."""
+def train_on(
+    transport: Transport, setup: Setup, job: Job, overwrite: bool
+) -> tuple[EngineState, dict[str, np.ndarray]]:
+    """Train over a connected transport; returns this rank's final state, and the parameters.
+
+    The parameters are complete on rank 0.
+    """
     config = setup.config
     # Before the first message, so that no rank waits in one while another compiles.
     setup.kernels()
@@ -94,7 +99,7 @@ def train_on(transport: Transport, setup: Setup, job: Job, overwrite: bool) -> E
     state.dp.close()
     state.control.close()
     transport.barrier()
-    return state
+    return state, trainer.params
 
 
 class _Trainer:
@@ -120,6 +125,7 @@ class _Trainer:
         self.history = History(data.baselines() if self.is_root else {})
         self.console = Console(self.config, job, data.primary_baseline) if self.is_root else None
         self.metrics_file = None
+        self.params: dict[str, np.ndarray] = {}
         if self.is_root:
             self.metrics_file = open(run_dir / "metrics.jsonl", "w", encoding="utf-8")
 
@@ -155,7 +161,7 @@ class _Trainer:
             plan, step, lambda m: self.data.train_batch(indices[bounds[m] : bounds[m + 1]]),
             self.data.count_targets("train", indices),
         )  # fmt: skip
-        self.history.count_run(plan)
+        self.history.count_run(plan, not current.skipped)
         return current
 
     def _evaluate(self, step: int) -> None:
@@ -232,11 +238,12 @@ class _Trainer:
 
     def sum_up(self) -> None:
         """Write the summary and compare the replicas; all ranks call it."""
-        totals = collect_totals(self.transport, self.state)
+        totals, self.params = collect_totals(self.transport, self.state)
         if not self.is_root:
             return
         write_summary(
-            self.run_dir, totals, self.history, setup=self.setup, data=self.data, state=self.state
+            self.run_dir, totals, self.history, setup=self.setup, data=self.data, state=self.state,
+            params=self.params,
         )
         self.console.summary(self.run_dir, totals)
         assert_replicas_equal(totals)

@@ -155,7 +155,8 @@ class Setup:
             model=self.model, mesh=self.mesh, transport=transport, optimizer=config.optimizer,
             buckets=self.full_plan().buckets, seed=config.run.seed, policy=self.policy,
             algorithm=config.comm.algorithm, recorder=recorder, data_bytes=data_bytes,
-            overlap=config.parallel.overlap, loss_scale=self.loss_scale(), kernels=self.kernels(),
+            overlap=config.parallel.overlap, zero=config.parallel.zero,
+            loss_scale=self.loss_scale(), kernels=self.kernels(),
         )  # fmt: skip
 
     def kernels(self) -> Kernels:
@@ -182,7 +183,8 @@ class Setup:
                 dtype=self.policy.wire, itemsize=self.policy.reduce_dtype.itemsize,
                 bucket_bytes=config.parallel.bucket_bytes, overlap=config.parallel.overlap,
                 algorithm=config.comm.algorithm, recompute=config.memory.recompute,
-                recompute_every=config.memory.recompute_every,
+                recompute_every=config.memory.recompute_every, zero=config.parallel.zero,
+                prefetch=config.parallel.prefetch, param_dtype=self.policy.compute,
             )  # fmt: skip
             check_plan(plan)
             self._plans[key] = plan
@@ -205,6 +207,8 @@ class Setup:
             plan = build_eval_plan(
                 mesh=self.mesh, specs=self.specs, rows=tuple(rows),
                 dtype=self.policy.wire, algorithm=self.config.comm.algorithm,
+                buckets=self.full_plan().buckets, zero=self.config.parallel.zero,
+                prefetch=self.config.parallel.prefetch, param_dtype=self.policy.compute,
             )  # fmt: skip
             check_plan(plan)
             self._plans[key] = plan
@@ -218,9 +222,6 @@ class Setup:
     def forecast(self, plan: Plan, rank: int, data_bytes: int) -> MemoryForecast:
         """Return the predicted bytes of a rank while it runs `plan`."""
         optimizer = self.config.optimizer
-        buckets = self.full_plan().buckets
-        if plan.kind == "eval":
-            plan = _with_buckets(plan, buckets)
         return predict_memory(
             plan, rank, self.specs, itemsizes=self.itemsizes,
             optimizer_arrays=num_optimizer_arrays(optimizer.kind, optimizer.momentum),
@@ -228,11 +229,6 @@ class Setup:
             batch_bytes=lambda rows, length: rows * batch_row_bytes(self.config, length),
             data_bytes=data_bytes,
         )  # fmt: skip
-
-
-def _with_buckets(plan: Plan, buckets: tuple) -> Plan:
-    # Gradients and scratch stay allocated while a rank evaluates.
-    return replace(plan, buckets=buckets)
 
 
 @dataclass

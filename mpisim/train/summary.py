@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import mpisim
 from mpisim.comm.communicator import Traffic
@@ -28,8 +30,8 @@ from mpisim.train.rundir import write_json
 from mpisim.train.setup import Setup
 from mpisim.train.weights import WEIGHTS_FILE, save_weights
 
-PlanRuns = dict[str, tuple[Plan, int]]
-"""Name of a plan -> the plan and how often it ran."""
+PlanRuns = dict[tuple[str, bool], tuple[Plan, int]]
+"""Name of a plan, and whether its update was committed -> the plan and how often it ran so."""
 
 
 @dataclass
@@ -44,16 +46,52 @@ class History:
     evaluations: list[dict[str, float]] = field(default_factory=list)
     plan_runs: PlanRuns = field(default_factory=dict)
 
-    def count_run(self, plan: Plan) -> None:
-        """Count one run of a plan."""
-        _, times = self.plan_runs.get(plan.name, (plan, 0))
-        self.plan_runs[plan.name] = (plan, times + 1)
+    def count_run(self, plan: Plan, committed: bool = True) -> None:
+        """Count one run of a plan, by the branch it took."""
+        key = (plan.name, committed)
+        _, times = self.plan_runs.get(key, (plan, 0))
+        self.plan_runs[key] = (plan, times + 1)
+
+    def times(self) -> dict[str, int]:
+        """Return how often each plan ran, by name."""
+        totals: dict[str, int] = {}
+        for (name, _), (_, times) in self.plan_runs.items():
+            totals[name] = totals.get(name, 0) + times
+        return totals
 
 
-def collect_totals(transport: Transport, state: EngineState) -> list[dict[str, Any]]:
-    """Return the totals of every rank, by rank. Collective: all ranks call it."""
-    mine = json.dumps(_rank_totals(state))
-    return [json.loads(text) for text in transport.exchange(mine)]
+def collect_totals(
+    transport: Transport, state: EngineState
+) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Return the totals of every rank, by rank, and the trained parameters. All ranks call it.
+
+    Returns
+    -------
+    totals : list of dict
+    params : dict of str to ndarray
+        All parameters on rank 0; elsewhere what the rank holds whole.
+    """
+    # First: gathering what is sharded is no traffic of a step.
+    mine = _rank_totals(state)
+    params, mine["params_sha256"] = _gather_params(state)
+    return [json.loads(text) for text in transport.exchange(json.dumps(mine))], params
+
+
+def _gather_params(state: EngineState) -> tuple[dict[str, np.ndarray], str]:
+    """Return parameters as they are updated, and a digest that is equal on equal replicas."""
+    if state.zero == 0:
+        return state.master, digest(state.master)
+    digests, params = {}, {}
+    for store in state.stores:
+        # A bucket at a time: no rank but the one that writes them ever holds all.
+        views = store.views(store.gather_master())
+        digests |= {name: digest({name: array}) for name, array in views.items()}
+        if state.zero < 3:
+            working = store.views(store.working)
+            digests |= {f"working {name}": digest({name: a}) for name, a in working.items()}
+        if state.rank == 0:
+            params |= views
+    return params, hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
 def write_summary(
@@ -64,6 +102,7 @@ def write_summary(
     setup: Setup,
     data: Dataset,
     state: EngineState,
+    params: dict[str, np.ndarray],
 ) -> None:
     """Finish run.json and write the weights and summary.json; rank 0 calls it.
 
@@ -77,7 +116,9 @@ def write_summary(
     setup : Setup
     data : Dataset
     state : EngineState
-        Rank 0's; its parameters are those of every replica.
+        Rank 0's.
+    params : dict of str to ndarray
+        The trained parameters.
     """
     ended_s = time.time()
     record_path = run_dir / "run.json"
@@ -103,16 +144,16 @@ def write_summary(
             "baselines": history.baselines,
             "primary_baseline": data.primary_baseline,
             "evaluations": history.evaluations,
-            "plans": {name: times for name, (_, times) in runs.items()},
+            "plans": history.times(),
             "bytes_matrix": matrix,
-            "predicted_bytes_matrix": _predicted_matrix(runs.values(), len(totals)),
+            "predicted_bytes_matrix": _predicted_matrix(runs, len(totals)),
             "ranks": totals,
         },
     )
     # Last, so that a disk that is full by now costs the weights and not the figures, too.
     save_weights(
         run_dir / WEIGHTS_FILE,
-        state.master,
+        params,
         {
             "run": setup.config.run.name,
             "committed_steps": str(state.committed),
@@ -171,7 +212,6 @@ def _rank_totals(state: EngineState) -> dict[str, Any]:
             "at_peak": ledger.at_peak,
         },
         "resident_peak_bytes": resident_peak_bytes(),
-        "params_sha256": digest(state.master),
     }
 
 
@@ -184,10 +224,10 @@ def _measured_matrix(totals: list[dict[str, Any]]) -> list[list[int]]:
     return matrix
 
 
-def _predicted_matrix(runs: Iterable[tuple[Plan, int]], num_ranks: int) -> list[list[int]]:
+def _predicted_matrix(runs: PlanRuns, num_ranks: int) -> list[list[int]]:
     matrix = [[0] * num_ranks for _ in range(num_ranks)]
-    for plan, times in runs:
-        for sender, line in enumerate(bytes_matrix(plan)):
+    for (_, committed), (plan, times) in runs.items():
+        for sender, line in enumerate(bytes_matrix(plan, committed)):
             for receiver, nbytes in enumerate(line):
                 matrix[sender][receiver] += nbytes * times
     return matrix
@@ -196,8 +236,8 @@ def _predicted_matrix(runs: Iterable[tuple[Plan, int]], num_ranks: int) -> list[
 def _predicted_traffic(runs: PlanRuns, rank: int) -> dict[str, dict[str, int]]:
     """Return what a rank sends and receives in all runs, by axis and collective."""
     totals: Priced = {}
-    for plan, times in runs.values():
-        for key, counts in price_rank(plan, rank).items():
+    for (_, committed), (plan, times) in runs.items():
+        for key, counts in price_rank(plan, rank, committed).items():
             entry = totals.setdefault(key, dict.fromkeys(TRAFFIC_FIELDS, 0))
             for name, value in counts.items():
                 entry[name] += value * times

@@ -117,6 +117,8 @@ class Outcome:
     states: list[EngineState] = field(default_factory=list)
     done: list[list[StepState]] = field(default_factory=list)
     """Per rank and step."""
+    gathered: list[dict[str, np.ndarray]] = field(default_factory=list)
+    """All parameters as every rank gathers them at the end."""
 
     @property
     def params(self) -> dict[str, np.ndarray]:
@@ -191,6 +193,8 @@ def make_plans(
     algorithm: str = "auto",
     recompute: str = "none",
     every: int = 1,
+    zero: int = 0,
+    prefetch: bool = False,
 ) -> list[Plan]:
     """Return the checked plan of every step; those of one shape are the same object."""
     known: dict[tuple, Plan] = {}
@@ -209,6 +213,7 @@ def make_plans(
                 rows=rows, lengths=lengths, dtype=policy.wire,
                 itemsize=policy.reduce_dtype.itemsize, bucket_bytes=bucket_bytes,
                 overlap=overlap, algorithm=algorithm, recompute=recompute, recompute_every=every,
+                zero=zero, prefetch=prefetch, param_dtype=policy.compute,
             )  # fmt: skip
             check_plan(known[rows, lengths])
         plans.append(known[rows, lengths])
@@ -236,14 +241,27 @@ def make_state(
         model=model, mesh=plan.mesh, transport=transport,
         optimizer=optimizer or OptimizerSection(kind="sgd", lr=0.125, momentum=0.0),
         buckets=plan.buckets, seed=seed, policy=policy, algorithm=plan.algorithm,
-        recorder=Recorder(), overlap=overlap,
+        recorder=Recorder(), overlap=overlap, zero=plan.zero,
         loss_scale=None if loss_scale is None else replace(loss_scale),
     )  # fmt: skip
-    for name, values in (start or {}).items():
-        state.master[name][...] = values
-        if policy.has_master:
-            state.params[name][...] = state.master[name].astype(policy.compute_dtype)
+    set_weights(state, start or {})
     return state
+
+
+def set_weights(state: EngineState, start: dict[str, np.ndarray]) -> None:
+    """Write parameters into whatever part of them the rank keeps."""
+    for store in state.stores:
+        for piece in store.pieces:
+            if piece.name in start:
+                values = np.broadcast_to(start[piece.name], store.shapes[piece.name]).reshape(-1)
+                count = piece.hi - piece.lo
+                store.master[piece.lo : piece.hi] = values[piece.start : piece.start + count]
+        if store.policy.has_master:
+            store.own_working[...] = store.master.astype(store.policy.compute_dtype)
+        if store.zero < 3:
+            for name, view in store.views(store.working).items():
+                if name in start:
+                    view[...] = np.asarray(start[name]).astype(store.policy.compute_dtype)
 
 
 def start_engine(
@@ -258,6 +276,8 @@ def start_engine(
     algorithm: str = "auto",
     recompute: str = "none",
     every: int = 1,
+    zero: int = 0,
+    prefetch: bool = False,
     seed: int = 0,
     synchronous: bool = False,
     loss_scale: LossScale | None = None,
@@ -283,9 +303,10 @@ def start_engine(
         policy = Policy(*[dtype.name] * 4) if model.input_kind == "features" else FLOAT64
     plans = make_plans(
         model, steps, policy=policy, bucket_bytes=bucket_bytes, overlap=overlap,
-        algorithm=algorithm, recompute=recompute, every=every,
+        algorithm=algorithm, recompute=recompute, every=every, zero=zero, prefetch=prefetch,
     )  # fmt: skip
     outcome = Outcome(states=[None] * dp, done=[[] for _ in range(dp)])
+    gathered: list[dict[str, np.ndarray]] = [{} for _ in range(dp)]
 
     def body(transport):
         state = make_state(
@@ -307,8 +328,11 @@ def start_engine(
                 outcome.targets.append(done.global_targets)
                 outcome.grads += grads
             grads.clear()
+        for store in state.stores:
+            gathered[transport.rank] |= store.views(store.gather_master())
 
     job = run_threads(body, dp, timeout_s=20.0, synchronous=synchronous)
+    outcome.gathered = gathered
     return job, outcome
 
 
