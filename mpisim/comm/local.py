@@ -34,7 +34,7 @@ class _Packet:
 
     __slots__ = ("data", "delivered")
 
-    def __init__(self, data: np.ndarray, delivered: bool) -> None:
+    def __init__(self, data: np.ndarray | memoryview, delivered: bool) -> None:
         self.data = data
         self.delivered = delivered
 
@@ -75,7 +75,9 @@ class LocalMessage:
             return
         transport = self._transport
         eager = self.nbytes <= transport.eager_bytes
-        self._packet = _Packet(self._view.copy() if eager else self._view, eager)
+        # A copy outside NumPy: what is on its way belongs to the network, not to a rank.
+        data = memoryview(self._view.tobytes()) if eager else self._view
+        self._packet = _Packet(data, eager)
         key = (transport.rank, self.peer, self.tag)
         transport.world.queues[key].append(self._packet)
 

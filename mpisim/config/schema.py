@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from mpisim.units import parse_bytes
 
 SCHEMA_VERSION = 1
 
@@ -141,8 +143,17 @@ class PrecisionSection(Section):
     """Floor: a skip that would lower the scale below it ends the run (dynamic)."""
 
 
+def _as_bytes(value: object) -> object:
+    """Read a size with a unit; what is no text is left to the type."""
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+ByteCount = Annotated[int, BeforeValidator(_as_bytes), Field(ge=0)]
+"""Bytes: a whole number, or a text with a binary unit such as "64MiB"."""
+
+
 class MemorySection(Section):
-    """What backward keeps and what it computes again."""
+    """What backward keeps and what it computes again, and what a rank may hold."""
 
     recompute: Literal["none", "selective", "full"] = "none"
     """`none`: keep all; `selective`: compute attention weights again; `full`: keep only the inputs
@@ -150,6 +161,15 @@ class MemorySection(Section):
     recompute_every: PositiveInt = 1
     """Blocks that share one kept input (full): only every k-th block's input is kept, and k blocks
     are replayed together. Fewer kept inputs, but more at the peak when blocks are few."""
+    budget_bytes: ByteCount = 0
+    """What a rank may hold at one time, bytes or a text such as "64MiB"; 0 means no limit. What
+    counts is what the ledger counts: interpreter and libraries come on top."""
+    static_check: bool = True
+    """Refuse a plan that would pass the budget before it starts; off leaves it to the wall."""
+    measure: Literal["auto", "hook", "tracemalloc", "off"] = "auto"
+    """How NumPy's memory is measured beside the ledger: by an allocator `hook` (exact; also makes
+    the budget a wall for every allocation), by Python's `tracemalloc` (slow, first steps only), or
+    not; `auto`: by the hook where it is built."""
 
 
 class ComputeSection(Section):

@@ -12,6 +12,7 @@
     heldout.py         which documents are held out
     baselines.py       losses of models with little context, from counts
     sampler.py         which rows make up which step
+    footprint.py       bytes of batches and of sampling, from sizes alone
     arrays.py          index arithmetic
 
 Every rank loads the same data and reads its own rows; nothing here sends a message.

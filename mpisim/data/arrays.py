@@ -30,11 +30,13 @@ def checked_indices(indices: np.ndarray, count: int, what: str) -> np.ndarray:
     if not indices.size:
         return np.empty(0, np.int64)
     indices = indices.astype(np.int64, casting="same_kind", copy=False)
+    # Python's numbers: NumPy's min and max allocate their results, and a batch counts every byte.
+    numbers = indices.tolist()
+    least, largest = min(numbers), max(numbers)
     # A negative number would silently count from the end.
-    if int(indices.min()) < 0 or int(indices.max()) >= count:
+    if least < 0 or largest >= count:
         raise IndexError(
-            f"{what} must be in 0..{count - 1}; got {int(indices.min())}..{int(indices.max())}. "
-            f"Take them from a Sampler."
+            f"{what} must be in 0..{count - 1}; got {least}..{largest}. Take them from a Sampler."
         )
     return indices
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpisim.data.footprint import COUNTING_TILE
 from mpisim.data.tokenizer import NUM_BYTES
 
 IGNORED = -1
@@ -33,7 +34,12 @@ class Batch(NamedTuple):
     def num_targets(self) -> int:
         """Valid targets: rows, or positions whose target is not `IGNORED`."""
         if self.targets.ndim == 2 and self.targets.dtype.kind in "iu":
-            return int(np.count_nonzero(self.targets != IGNORED))
+            # Tile by tile, so that the mask stays small (footprint.counting_bytes).
+            flat = self.targets.reshape(-1)
+            return sum(
+                int(np.count_nonzero(flat[start : start + COUNTING_TILE] != IGNORED))
+                for start in range(0, flat.size, COUNTING_TILE)
+            )
         return len(self.targets)
 
     @property

@@ -16,6 +16,7 @@ import numpy as np
 from mpisim.data.arrays import checked_indices
 from mpisim.data.baselines import count_ids, count_pairs, entropy_nats, smoothed_nats
 from mpisim.data.batch import IGNORED, Batch
+from mpisim.data.footprint import token_row_bytes
 from mpisim.data.rows import Rows, TokenStream
 from mpisim.data.splits import TwoSplits
 from mpisim.data.tokenizer import NUM_BYTES, PAD, VOCAB_SIZE
@@ -114,6 +115,10 @@ class DecoderData(TwoSplits):
     def has_bytes(self) -> bool:
         """Whether ids below 256 are bytes, so that bits per byte mean something."""
         return self.vocab_size == VOCAB_SIZE or "num_bytes" in self._source
+
+    def batch_bytes(self, rows: int, length: int | None = None) -> int:
+        """Return the bytes of a batch of `rows` rows; `length` None is `window`."""
+        return rows * token_row_bytes(length or self.window, self.layout)
 
     def batch(self, split: str, indices: np.ndarray) -> Batch:
         """Return rows of a split.

@@ -42,6 +42,17 @@ class Dataset(Protocol):
         """Bytes of the arrays that stay in memory."""
         ...
 
+    def batch_bytes(self, rows: int, length: int | None = None) -> int:
+        """Return the bytes of a batch of `rows` rows, `length` tokens long (decoder)."""
+        ...
+
+    def batch_peak_bytes(self, rows: int, length: int | None = None) -> int:
+        """Return the most bytes of new arrays alive while a batch is made, its own included.
+
+        For indices that are an int64 array.
+        """
+        ...
+
     def train_batch(self, indices: np.ndarray) -> Batch:
         """Return the training samples with these numbers."""
         ...

@@ -10,12 +10,12 @@ Shape suffixes: B batch rows, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from mpisim.data.arrays import concatenate_ranges
 from mpisim.data.batch import IGNORED, Batch
 from mpisim.data.tokenizer import BOS, EOS
 
@@ -69,7 +69,11 @@ def stream_of_bytes(documents: Sequence[bytes]) -> TokenStream:
 
 
 class Rows:
-    """Rows of one split, computed from the stream when asked for."""
+    """Rows of one split, computed from the stream when asked for.
+
+    The stream is kept by reference. A row is looked up and cut with Python's own numbers, so that
+    a batch allocates its arrays and nothing else, whatever the documents in it.
+    """
 
     def __init__(self, stream: TokenStream, window: int, layout: str, pad: int) -> None:
         self.window, self.pad = window, pad
@@ -87,18 +91,12 @@ class Rows:
             self.num_rows = len(kept)
             # Long rows leave no gap, and then their numbers need not be stored.
             self.numbers = kept if len(kept) < count else None
-            end = count * window + 1
         else:
             # The last token of a document predicts nothing and is not an input.
             pieces = -(-(np.diff(stream.offsets) - 1) // window)
             self.rows_before = np.concatenate([[0], np.cumsum(pieces)])
             self.num_rows = int(self.rows_before[-1])
-            end = self.num_tokens + window
-        end = max(end, window + 1)
-        # So far beyond the last document that a row's window always lies in the stream.
-        self.tokens = np.full(end, pad, stream.tokens.dtype)
-        self.tokens[: self.num_tokens] = stream.tokens
-        self.windows = np.lib.stride_tricks.sliding_window_view(self.tokens, window + 1)
+        self.tokens = stream.tokens
 
     @property
     def nbytes(self) -> int:
@@ -109,58 +107,66 @@ class Rows:
 
     def batch(self, indices_B: np.ndarray) -> Batch:
         """Return rows: inputs, targets and, packed, starts; all (B, T), int32, new."""
-        first_B, inputs_B = self.places(indices_B)
-        window = self.windows[first_B]
-        x_BT = window[:, :-1].astype(np.int32)
-        targets_BT = window[:, 1:].astype(np.int32)
-        starts_BT = self._cut_documents(first_B, targets_BT) if self.is_packed else None
-        if inputs_B.size and int(inputs_B.min()) < self.window:
-            beyond_BT = np.arange(self.window) >= inputs_B[:, None]
-            np.copyto(x_BT, self.pad, where=beyond_BT)
-            np.copyto(targets_BT, IGNORED, where=beyond_BT)
+        shape = (len(indices_B), self.window)
+        x_BT = np.empty(shape, np.int32)
+        targets_BT = np.empty(shape, np.int32)
+        starts_BT = np.zeros(shape, np.int32) if self.is_packed else None
+        offsets = memoryview(self.offsets)
+        for row, (first, inputs) in enumerate(self._places(indices_B)):
+            x_T, targets_T = x_BT[row], targets_BT[row]
+            x_T[:inputs] = self.tokens[first : first + inputs]
+            # The stream's last token has no successor.
+            followed = min(inputs, self.num_tokens - 1 - first)
+            targets_T[:followed] = self.tokens[first + 1 : first + 1 + followed]
+            # fill() and not an assignment, which makes an array of its value.
+            x_T[inputs:].fill(self.pad)
+            targets_T[followed:].fill(IGNORED)
             if starts_BT is not None:
-                np.copyto(starts_BT, 0, where=beyond_BT)
+                self._cut_documents(first, inputs, offsets, targets_T, starts_BT[row])
         return Batch(x_BT, targets_BT, starts_BT)
 
-    def places(self, indices_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return where in the stream each row begins and how many inputs it has."""
+    def _places(self, indices_B: np.ndarray) -> Iterator[tuple[int, int]]:
+        """Yield where in the stream each row begins and how many inputs it has."""
+        window = self.window
         if self.is_packed:
-            first_B = indices_B if self.numbers is None else self.numbers[indices_B]
-            first_B = first_B * self.window
-            return first_B, np.minimum(self.window, self.num_tokens - first_B)
-        document_B = np.searchsorted(self.rows_before, indices_B, side="right") - 1
-        first_B = indices_B - self.rows_before[document_B]
-        first_B *= self.window
-        first_B += self.offsets[document_B]
-        last_B = self.offsets[document_B + 1] - 1
-        return first_B, np.minimum(self.window, last_B - first_B)
+            numbers = None if self.numbers is None else memoryview(self.numbers)
+            for index in indices_B.tolist():
+                first = (index if numbers is None else numbers[index]) * window
+                yield first, min(window, self.num_tokens - first)
+            return
+        rows_before, offsets = memoryview(self.rows_before), memoryview(self.offsets)
+        for index in indices_B.tolist():
+            document = bisect_right(rows_before, index) - 1
+            first = offsets[document] + (index - rows_before[document]) * window
+            yield first, min(window, offsets[document + 1] - 1 - first)
 
     def targets_of(self, indices_B: np.ndarray) -> int:
         """Return the valid targets of rows, without computing the rows."""
-        first_B, inputs_B = self.places(indices_B)
-        total = int(inputs_B.sum())
-        if self.is_packed:
-            lo, hi = self._borders(first_B)
-            total -= int((hi - lo).sum())
+        offsets, total = memoryview(self.offsets), 0
+        for first, inputs in self._places(indices_B):
+            total += inputs
+            if self.is_packed:
+                lo, hi = _borders(offsets, first, inputs)
+                total -= hi - lo
         return total
 
-    def _borders(self, first_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the range of `offsets` that follow an input of each row directly.
+    @staticmethod
+    def _cut_documents(
+        first: int, inputs: int, offsets: memoryview, targets_T: np.ndarray, starts_T: np.ndarray
+    ) -> None:
+        """Take away a row's targets across borders; write its starts."""
+        lo, hi = _borders(offsets, first, inputs)
+        for border in range(lo, hi):
+            column = offsets[border] - first
+            targets_T[column - 1] = IGNORED
+            end = offsets[border + 1] - first if border + 1 < hi else inputs
+            starts_T[column:end].fill(column)
 
-        The input before an offset is the last token of its document.
-        """
-        lo = np.searchsorted(self.offsets, first_B, side="right")
-        return lo, np.searchsorted(self.offsets, first_B + self.window, side="right")
 
-    def _cut_documents(self, first_B: np.ndarray, targets_BT: np.ndarray) -> np.ndarray:
-        """Take away the targets across borders; return the starts."""
-        lo, hi = self._borders(first_B)
-        counts = hi - lo
-        row = np.repeat(np.arange(len(first_B)), counts)
-        column = self.offsets[concatenate_ranges(lo, counts)] - first_B[row]
-        targets_BT[row, column - 1] = IGNORED
-        inside = column < self.window
-        row, column = row[inside], column[inside]
-        starts_BT = np.zeros(targets_BT.shape, np.int32)
-        starts_BT[row, column] = column
-        return np.maximum.accumulate(starts_BT, axis=1, out=starts_BT)
+def _borders(offsets: memoryview, first: int, inputs: int) -> tuple[int, int]:
+    """Return the range of `offsets` that follow an input of a row directly.
+
+    The input before an offset is the last token of its document.
+    """
+    lo = bisect_right(offsets, first)
+    return lo, bisect_right(offsets, first + inputs, lo)

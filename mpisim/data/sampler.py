@@ -14,46 +14,90 @@ from functools import lru_cache
 
 import numpy as np
 
+from mpisim.data.footprint import SAMPLING_CONSTANTS, SAMPLING_TILE
 from mpisim.errors import ConfigError
 from mpisim.layouts.chunks import chunk_bounds
 
 # Two constants of SplitMix64 (Steele, Lea and Flood 2014) that spread the bits of small inputs. Any
 # constants keep the bijection, but another choice changes the order of every run.
-_MULTIPLIER_A = np.uint64(0x9E3779B97F4A7C15)
-_MULTIPLIER_B = np.uint64(0xBF58476D1CE4E5B9)
-_HALF_WORD = np.uint64(32)
+_MULTIPLIERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
+_HALF_WORD = 32
 
 
 @lru_cache(maxsize=8)
-def _round_keys(seed: int, epoch: int, num_rounds: int) -> np.ndarray:
+def _round_keys(seed: int, epoch: int, num_rounds: int) -> tuple[int, ...]:
     digest = hashlib.shake_256(f"{seed}/{epoch}".encode()).digest(8 * num_rounds)
-    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+    # No array: a cached one would stay allocated between steps.
+    return tuple(
+        int.from_bytes(digest[start : start + 8], "little") for start in range(0, len(digest), 8)
+    )
 
 
-def _encrypt(
-    values: np.ndarray, num_rows: np.uint64, num_columns: np.uint64, keys: np.ndarray
-) -> np.ndarray:
-    """Permute 0..num_rows * num_columns - 1: a Feistel network on a grid of rows and columns."""
-    row = values // num_columns
-    column = values - row * num_columns
-    for index, key in enumerate(keys):
-        # Each round adds a hash of one coordinate to the other, so it can be undone.
-        mixed = (row if index % 2 else column) + key
-        mixed *= _MULTIPLIER_A
-        mixed ^= mixed >> _HALF_WORD
-        mixed *= _MULTIPLIER_B
-        mixed >>= _HALF_WORD
-        if index % 2:
-            mixed += column
-            mixed %= num_columns
-            column = mixed
-        else:
-            mixed += row
-            mixed %= num_rows
-            row = mixed
-    row *= num_columns
-    row += column
-    return row
+class _Network:
+    """A Feistel network on a grid, with the working space for one tile of values.
+
+    All constants are views of one array and all results go to arrays made beforehand: NumPy would
+    make an array of every number that it is given.
+    """
+
+    def __init__(self, count: int, seed: int, epoch: int, tile: int) -> None:
+        num_columns = math.isqrt(max(count - 1, 0)) + 1
+        # On a tiny grid the hashes take few values: more rounds until all orders are equally
+        # likely.
+        keys = _round_keys(seed, epoch, 16 if count < 256 else 8)
+        others = (-(-count // num_columns), num_columns, count, *_MULTIPLIERS, _HALF_WORD)
+        table = np.zeros(SAMPLING_CONSTANTS, np.uint64)
+        for place, value in enumerate((*others, *keys)):
+            table[place] = value
+        self._constants = [table[place : place + 1] for place in range(len(others))]
+        self._keys = [table[len(others) + i : len(others) + i + 1] for i in range(len(keys))]
+        self._scratch = np.empty((4, tile), np.uint64)
+        self._outside = np.empty(tile, np.bool_)
+
+    def permute(self, values: np.ndarray) -> None:
+        """Replace values in 0..count-1 by their samples, at most a tile of them."""
+        self._encrypt(values, values)
+        count = self._constants[2]
+        outside, again = self._outside[: values.size], self._scratch[3, : values.size]
+        while np.count_nonzero(np.greater_equal(values, count, out=outside)):
+            # The whole tile again: how many are outside must not decide how much memory it takes.
+            self._encrypt(values, again)
+            np.copyto(values, again, where=outside)
+
+    def _encrypt(self, values: np.ndarray, out: np.ndarray) -> None:
+        """Permute 0..num_rows * num_columns - 1."""
+        num_rows, num_columns, _, multiplier_a, multiplier_b, half_word = self._constants
+        row, column, mixed = self._scratch[:3, : values.size]
+        np.floor_divide(values, num_columns, out=row)
+        np.remainder(values, num_columns, out=column)
+        # Not needed by the caller until the last line writes it.
+        shifted = out if out is not values else self._scratch[3, : values.size]
+        for index, key in enumerate(self._keys):
+            # Each round adds a hash of one coordinate to the other, so it can be undone.
+            np.add(row if index % 2 else column, key, out=mixed)
+            np.multiply(mixed, multiplier_a, out=mixed)
+            np.right_shift(mixed, half_word, out=shifted)
+            np.bitwise_xor(mixed, shifted, out=mixed)
+            np.multiply(mixed, multiplier_b, out=mixed)
+            np.right_shift(mixed, half_word, out=mixed)
+            if index % 2:
+                np.add(column, mixed, out=column)
+                np.remainder(column, num_columns, out=column)
+            else:
+                np.add(row, mixed, out=row)
+                np.remainder(row, num_rows, out=row)
+        np.multiply(row, num_columns, out=out)
+        np.add(out, column, out=out)
+
+
+def _permute_in_place(positions: np.ndarray, count: int, seed: int, epoch: int) -> None:
+    """Replace int64 positions by their samples, tile by tile."""
+    tile = min(positions.size, SAMPLING_TILE)
+    if not tile:
+        return
+    network, values = _Network(count, seed, epoch, tile), positions.view(np.uint64)
+    for start in range(0, values.size, tile):
+        network.permute(values[start : start + tile])
 
 
 def permute_indices(indices: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
@@ -93,17 +137,9 @@ def permute_indices(indices: np.ndarray, count: int, seed: int, epoch: int) -> n
             f"indices must be in 0..{count - 1}; got {int(indices.min())}..{int(indices.max())}. "
             f"Reduce them to a position within the epoch."
         )
-    num_columns = math.isqrt(max(count - 1, 0)) + 1
-    grid = np.uint64(-(-count // num_columns)), np.uint64(num_columns)
-    # On a tiny grid the hashes take few values: more rounds until all orders are equally likely.
-    keys = _round_keys(seed, epoch, 16 if count < 256 else 8)
-    values = _encrypt(indices.astype(np.uint64), *grid, keys)
-    outside = np.flatnonzero(values >= count)
-    while outside.size:
-        again = _encrypt(values[outside], *grid, keys)
-        values[outside] = again
-        outside = outside[again >= count]
-    return values.astype(np.int64)
+    samples = indices.astype(np.int64)
+    _permute_in_place(samples, count, seed, epoch)
+    return samples
 
 
 @dataclass(frozen=True)
@@ -175,9 +211,9 @@ class Sampler:
             )
         epoch = self.epoch(step)
         start = self.position(step) - epoch * self.num_samples
-        return permute_indices(
-            np.arange(start + lo, start + hi), self.num_samples, self.seed, epoch
-        )
+        indices = np.arange(start + lo, start + hi, dtype=np.int64)
+        _permute_in_place(indices, self.num_samples, self.seed, epoch)
+        return indices
 
 
 def shard_rows(num_rows: int, dp_size: int, dp_index: int) -> tuple[int, int]:

@@ -21,6 +21,14 @@ class TwoSplits:
         """Return the samples of a split with these numbers."""
         raise NotImplementedError
 
+    def batch_bytes(self, rows: int, length: int | None = None) -> int:
+        """Return the bytes of a batch."""
+        raise NotImplementedError
+
+    def batch_peak_bytes(self, rows: int, length: int | None = None) -> int:
+        """Return the most bytes of new arrays alive while a batch is made: its own."""
+        return self.batch_bytes(rows, length)
+
     @property
     def num_train(self) -> int:
         """Number of training samples."""

@@ -68,19 +68,25 @@ class RegressionData(TwoSplits):
         teacher = rng.standard_normal((num_features, num_targets)) / math.sqrt(num_features)
         x = rng.standard_normal((num_rows, num_features))
         targets = x @ teacher
-        targets += noise * rng.standard_normal((num_rows, num_targets))
+        errors = rng.standard_normal((num_rows, num_targets))
+        errors *= noise
+        targets += errors
+        del errors
         heldout = np.zeros(num_rows, dtype=bool)
         if num_rows >= HELDOUT_EVERY:
             heldout[HELDOUT_EVERY - 1 :: HELDOUT_EVERY] = True
         dtype = np.dtype(dtype)
+        # Rounded one after the other, so that the wide numbers do not outlive their use.
+        x = x.astype(dtype, copy=False)
         with np.errstate(over="ignore"):
-            if not np.all(np.isfinite(targets.astype(dtype))):
-                raise ConfigError(
-                    f"data.noise must keep every target finite in {dtype.name}; got {noise}. "
-                    f"Lower data.noise."
-                )
+            targets = targets.astype(dtype, copy=False)
+        if not np.all(np.isfinite(targets)):
+            raise ConfigError(
+                f"data.noise must keep every target finite in {dtype.name}; got {noise}. "
+                f"Lower data.noise."
+            )
         self._splits = {
-            split: (x[mask].astype(dtype), targets[mask].astype(dtype))
+            split: (x[mask], targets[mask])
             for split, mask in (("train", ~heldout), ("heldout", heldout))
         }
         self._settings = {
@@ -99,6 +105,10 @@ class RegressionData(TwoSplits):
     def nbytes(self) -> int:
         """Bytes of all features and targets."""
         return sum(array.nbytes for pair in self._splits.values() for array in pair)
+
+    def batch_bytes(self, rows: int, length: int | None = None) -> int:
+        """Return the bytes of a batch of `rows` rows; `length` is not used."""
+        return rows * sum(array.shape[1] * array.itemsize for array in self._splits["train"])
 
     def batch(self, split: str, indices: np.ndarray) -> Batch:
         """Return rows of a split.

@@ -19,6 +19,7 @@ from mpisim.data.arrays import checked_indices
 from mpisim.data.baselines import count_ids, count_pairs, entropy_nats, smoothed_nats
 from mpisim.data.batch import Batch
 from mpisim.data.corpus import library_name, read_file, read_library, require_bytes
+from mpisim.data.footprint import window_row_bytes
 from mpisim.data.heldout import HELDOUT_EVERY, HELDOUT_RULE, choose_heldout
 from mpisim.data.splits import TwoSplits
 from mpisim.data.tokens import read_token_file
@@ -70,6 +71,8 @@ class TextData(TwoSplits):
             for split, stream in self._streams.items()
             if stream.size > window
         }
+        # A view, so that the targets' numbers need no array.
+        self._following = {split: stream[window:] for split, stream in self._streams.items()}
 
     def num_rows(self, split: str) -> int:
         """Return how many samples a split has: positions with a full window before them."""
@@ -79,6 +82,10 @@ class TextData(TwoSplits):
     def nbytes(self) -> int:
         """Bytes of both streams."""
         return sum(stream.nbytes for stream in self._streams.values())
+
+    def batch_bytes(self, rows: int, length: int | None = None) -> int:
+        """Return the bytes of a batch of `rows` rows; `length` is not used."""
+        return rows * window_row_bytes(self.window)
 
     def batch(self, split: str, indices: np.ndarray) -> Batch:
         """Return samples of a split.
@@ -105,7 +112,7 @@ class TextData(TwoSplits):
         if not indices.size:
             return Batch(np.empty((0, self.window), np.uint8), np.empty(0, np.uint8))
         x_BK = self._windows[split][indices]
-        return Batch(x_BK, self._streams[split][indices + self.window])
+        return Batch(x_BK, self._following[split][indices])
 
     def count_targets(self, split: str, indices: np.ndarray) -> int:
         """Return the targets of samples: one each."""
@@ -246,10 +253,15 @@ def _split(documents: Sequence[bytes], window: int) -> tuple[np.ndarray, np.ndar
 
 
 def _join(documents: Sequence[bytes]) -> np.ndarray:
-    """Return the documents as one read-only stream; a single one is not copied."""
-    return np.frombuffer(
-        documents[0] if len(documents) == 1 else SEPARATOR.join(documents), dtype=np.uint8
-    )
+    """Return the documents as one stream, in an array: Python's bytes are not counted as memory."""
+    stream = np.empty(sum(map(len, documents)) + len(documents) - 1, np.uint8)
+    start = 0
+    for document in documents:
+        if start:
+            stream[start - 1] = SEPARATOR[0]
+        stream[start : start + len(document)] = np.frombuffer(document, np.uint8)
+        start += len(document) + 1
+    return stream
 
 
 def _byte_counts(stream: np.ndarray) -> np.ndarray:

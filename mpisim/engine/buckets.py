@@ -24,6 +24,7 @@ from mpisim.comm.communicator import Communicator
 from mpisim.comm.programs import Program
 from mpisim.memory.ledger import Ledger
 from mpisim.nn.kernels import Kernels
+from mpisim.nn.numerics import tile_slices
 from mpisim.nn.optim import decay_applies
 from mpisim.nn.precision import Policy
 from mpisim.plan.partition import Bucket
@@ -221,37 +222,36 @@ class BucketStore:
     def start_sync(self, collective: str) -> None:
         """Queue the sum over the ranks, rounded to the wire's dtype if that is another one."""
         if self.has_wire:
-            narrowed = self.kernels.narrow(self.grads, self.policy.wire_dtype)
             if self.wire is None:
-                self.wire = narrowed
-                self.ledger.hold("comm_buffers", narrowed)
+                self.wire = np.empty(self.bucket.count, self.policy.wire_dtype)
+                self.ledger.hold("comm_buffers", self.wire)
+            self.kernels.narrow(self.grads, self.policy.wire_dtype, out=self.wire)
+            if self.zero >= 2:
                 self._free_grads()
-            else:
-                np.copyto(self.wire, narrowed)
         flat = self.wire if self.has_wire else self.grads
         if collective == "all_reduce":
             program = self.group.prepare_all_reduce(flat, self.key, self.background)
         else:
             if self.summed is None:
                 self.summed = flat[self.own]
-            program = self.group.bind_reduce_scatter(
-                self.key, flat, self.summed, self.background
-            )
+            program = self.group.bind_reduce_scatter(self.key, flat, self.summed, self.background)
         self.sync = program
         self.group.start(program)
 
-    def wait_sync(self) -> None:
-        """Block until the bucket is summed, and take this rank's part of the sum."""
+    def wait_sync(self, scratch: np.ndarray) -> None:
+        """Block until the bucket is summed, and take this rank's part of the sum.
+
+        `scratch` is bytes to work in.
+        """
         self.group.wait(self.sync)
         if self.zero < 2:
             if self.has_wire:
                 sums = self.wire if self.zero == 0 else self.summed
-                np.copyto(self.own_grads, self.kernels.widen(sums))
+                self.kernels.widen(sums, out=self.own_grads)
             return
         self.group.unbind(self.sync)
-        addend = self.kernels.widen(self.summed) if self.has_wire else self.summed
         add = add_gradient if self.shard_filled else set_gradient
-        add(self.kernels, self.own_grads, addend)
+        add(self.kernels, self.own_grads, self.summed, scratch)
         self.shard_filled = True
         self.summed = None
         if self.has_wire:
@@ -308,9 +308,7 @@ class BucketStore:
 
     def gather_updated(self) -> None:
         """Collect what the ranks have updated of the working weights (stages 1 and 2)."""
-        program = self.group.bind_all_gather(
-            self.gather_key, self.own_working, self.working
-        )
+        program = self.group.bind_all_gather(self.gather_key, self.own_working, self.working)
         self.group.start(program)
         self.group.wait(program)
 
@@ -322,18 +320,37 @@ class BucketStore:
         return self.group.all_gather(self.master, whole)
 
 
-def set_gradient(kernels: Kernels, total: np.ndarray, grad: np.ndarray) -> None:
+def set_gradient(
+    kernels: Kernels, total: np.ndarray, grad: np.ndarray, scratch: np.ndarray
+) -> None:
     """Write a first gradient, rounded to the dtype of the sum."""
-    if grad.dtype != total.dtype:
-        grad = kernels.narrow(grad, total.dtype)
-    np.copyto(total, grad)
+    if grad.dtype == total.dtype:
+        np.copyto(total, grad)
+    elif total.itemsize == 2:
+        kernels.narrow(grad.reshape(-1), total.dtype, out=total.reshape(-1))
+    else:
+        kernels.widen(grad.reshape(-1), out=total.reshape(-1))
 
 
-def add_gradient(kernels: Kernels, total: np.ndarray, grad: np.ndarray) -> None:
-    """Add another gradient; 16-bit sums are added in float32, rounded once."""
+def add_gradient(
+    kernels: Kernels, total: np.ndarray, grad: np.ndarray, scratch: np.ndarray
+) -> None:
+    """Add another gradient; 16-bit sums are added in float32, rounded once.
+
+    `scratch` is bytes to work in.
+    """
     if grad.dtype == total.dtype:
         np.add(total, grad, out=total)
-    else:
-        wide = kernels.widen(total)
-        wide += grad
-        np.copyto(total, kernels.narrow(wide, total.dtype))
+        return
+    wide = scratch.view(np.float32)
+    total, grad = total.reshape(-1), grad.reshape(-1)
+    for tile in tile_slices(total.size, wide.size):
+        part, addend = total[tile], grad[tile]
+        work = wide[: part.size]
+        if part.itemsize == 2:
+            kernels.widen(part, out=work)
+            work += addend
+            kernels.narrow(work, part.dtype, out=part)
+        else:
+            kernels.widen(addend, out=work)
+            part += work

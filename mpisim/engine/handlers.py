@@ -15,8 +15,10 @@ from mpisim.data.batch import Batch
 from mpisim.engine.buckets import add_gradient, set_gradient
 from mpisim.engine.metrics import fill_metrics
 from mpisim.engine.state import EngineState
-from mpisim.engine.update import check_gradients, finish_update
+from mpisim.engine.update import check_gradients, finish_update, update_overflows
 from mpisim.errors import BatchError, RecomputeMismatch
+from mpisim.layouts.specs import Keep
+from mpisim.nn.numerics import tile_slices
 from mpisim.nn.precision import is_floating
 from mpisim.plan.ops import (
     Backward,
@@ -35,6 +37,9 @@ from mpisim.plan.ops import (
     WaitSync,
     WaitUnshard,
 )
+
+OVERFLOWS, NON_FINITE = 1, 2
+"""What a rank tells the others: its update would not be finite, or its gradients are not."""
 
 
 def load_batch(state: EngineState, op: LoadBatch) -> None:
@@ -62,7 +67,9 @@ def forward(state: EngineState, op: Forward) -> None:
     block = state.blocks[op.block]
     x = step.flow.pop(op.micro)
     is_last = op.block == state.last
-    keep = op.keep if op.keep == "selective" else "all"
+    keep: Keep = "selective" if op.keep == "selective" else "nothing"
+    if op.keep == "all" and step.update_number:
+        keep = "all"
     y, saved = block.forward(
         state.block_params[op.block], x, state.context(op.block, op.micro), keep
     )
@@ -112,8 +119,7 @@ def recompute(state: EngineState, op: Recompute) -> None:
         step.inputs[state.block_after[op.block], op.micro] = y
         return
     first = step.first_outputs.pop(key)
-    # Bits, not values: a NaN equals itself, and 0 is not -0.
-    if not np.array_equal(y.view(np.uint8), first.view(np.uint8)):
+    if not _same_bits(y, first):
         raise RecomputeMismatch(
             f"the replay of block {op.block} must give the bits of its first forward; got other "
             f"values for microbatch {op.micro} in step {step.step}. A layer draws new random "
@@ -143,7 +149,7 @@ def backward(state: EngineState, op: Backward) -> None:
     for local, grad in grads.items():
         name = block.full_names[local]
         write = add_gradient if name in step.accumulated else set_gradient
-        write(state.kernels, state.grads[name], grad)
+        write(state.kernels, state.grads[name], grad, state.update_scratch)
         step.accumulated.add(name)
     ledger.drop(*_owned(block.saved_arrays(saved), step, op.micro))
     if not is_last:
@@ -153,18 +159,18 @@ def backward(state: EngineState, op: Backward) -> None:
 
 
 def start_sync(state: EngineState, op: StartSync) -> None:
-    """Queue the bucket's sum over the ranks."""
-    state.stores[op.bucket].start_sync(op.collective)
+    """Queue the bucket's sum over the ranks; where it is rounded first, shards free the rest."""
+    store = state.stores[op.bucket]
+    if state.zero >= 2:
+        for name in store.offsets:
+            state.grads.pop(name)
+            state.step.accumulated.discard(name)
+    store.start_sync(op.collective)
 
 
 def wait_sync(state: EngineState, op: WaitSync) -> None:
     """Block until the bucket is summed; with gradients in shards, add the shard and free it."""
-    store = state.stores[op.bucket]
-    store.wait_sync()
-    if state.zero >= 2:
-        for name in store.offsets:
-            state.grads.pop(name, None)
-            state.step.accumulated.discard(name)
+    state.stores[op.bucket].wait_sync(state.update_scratch)
 
 
 def start_unshard(state: EngineState, op: StartUnshard) -> None:
@@ -214,7 +220,10 @@ def reduce_scalars(state: EngineState, op: ReduceScalars) -> None:
         # The list of norms, not a sum of squares: those overflow where the norm does not.
         step.grad_norm = math.hypot(*state.sum_scalars(op, norms).tolist()) / step.loss_scale
     elif op.kind == "non_finite":
-        step.found_non_finite = bool(state.sum_scalars(op, [step.non_finite_here])[0])
+        worst = NON_FINITE if step.non_finite_here else OVERFLOWS * update_overflows(state)
+        found = int(state.sum_scalars(op, [worst])[0])
+        step.found_non_finite = found == NON_FINITE
+        step.overflow_found = found == OVERFLOWS
     else:
         total = state.sum_scalars(op, [step.loss_sum, step.num_correct, step.loaded_targets])
         step.global_loss_sum = float(total[0])
@@ -233,11 +242,14 @@ def optimizer_step(state: EngineState, op: OptimizerStep) -> None:
 
 def gather_metrics(state: EngineState, op: GatherMetrics) -> None:
     """Send this rank's figures to rank 0."""
-    fill_metrics(state)
+    # Figures about the run are no part of it: their arrays are counted apart.
+    with state.watch.tracker.aside():
+        fill_metrics(state)
     collected = state.control.gather(state.metrics, state.all_metrics)
     if collected is not None:
-        # A copy: the buffer serves every step.
-        state.step.metrics = collected.reshape(state.mesh.size, -1).copy()
+        with state.watch.tracker.aside():
+            # A copy: the buffer serves every step.
+            state.step.metrics = collected.reshape(state.mesh.size, -1).copy()
 
 
 HANDLERS: dict[type[Op], Callable[[EngineState, Op], None]] = {
@@ -256,6 +268,13 @@ HANDLERS: dict[type[Op], Callable[[EngineState, Op], None]] = {
     GatherParams: gather_params,
     GatherMetrics: gather_metrics,
 }
+
+
+def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Compare bits, not values, a tile at a time: a NaN equals itself, and 0 is not -0."""
+    bits = f"u{a.itemsize}"
+    a, b = a.reshape(-1).view(bits), b.reshape(-1).view(bits)
+    return all(bool((a[tile] == b[tile]).all()) for tile in tile_slices(a.size))
 
 
 def _owned(arrays: list[np.ndarray], step, micro: int) -> list[np.ndarray]:

@@ -17,9 +17,11 @@ from mpisim.data.batch import Batch
 from mpisim.engine.buckets import BucketStore
 from mpisim.engine.loss_scale import LossScale
 from mpisim.engine.meter import StepMeter
+from mpisim.engine.watch import MemoryWatch
 from mpisim.layouts.metrics import METRIC_NAMES
 from mpisim.layouts.steps import all_reduce_table, reduce_scatter_table, scratch_slots
 from mpisim.memory.ledger import Ledger
+from mpisim.memory.tracker import Tracker, open_tracker
 from mpisim.mesh import Mesh
 from mpisim.nn.dropout import DropoutMasks, dropout_key, words_per_update
 from mpisim.nn.kernels import Kernels, load_kernels
@@ -33,8 +35,11 @@ from mpisim.plan.partition import Bucket
 from mpisim.plan.passes import replay_ends
 from mpisim.trace.recorder import Recorder
 
-UPDATE_SCRATCH = 1 << 14
-"""Elements of working space that the optimizer update uses."""
+SCRATCH_BYTES = 1 << 17
+"""Working space of a rank: one tile of float64, or two of float32."""
+SCRATCH_TILE = 1 << 13
+"""Parameters that are updated together where the update needs copies; two tiles fit in any dtype.
+"""
 
 DP_CHANNEL, CONTROL_CHANNEL = 1, 2
 
@@ -46,7 +51,8 @@ LoadRows = Callable[[int], tuple[np.ndarray, ...]]
 class StepState:
     """What lives only within one step."""
 
-    load: LoadRows
+    load: LoadRows | None
+    """None once the step is over."""
     step: int
     num_targets: int = 0
     """Valid targets of this rank's rows, as announced before they are loaded."""
@@ -83,6 +89,8 @@ class StepState:
     """Global norm of the true gradient: loss scale divided out, before clipping."""
     non_finite_here: bool = False
     """A gradient or loss of this step is not finite, as far as this rank sees."""
+    overflow_found: bool = False
+    """The update would not be finite, on some rank."""
     found_non_finite: bool = False
     """A gradient or loss of this step is not finite, on some rank."""
     skipped: bool = False
@@ -118,6 +126,10 @@ class EngineState:
         By default none: the scale is 1 for ever.
     kernels : Kernels, optional
         Who computes the element-wise work; by default NumPy.
+    tracker : Tracker, optional
+        Measures NumPy's memory beside the ledger; by default nothing does.
+    budget_bytes : int
+        What the rank may hold at one time; 0 means no limit.
 
     Attributes
     ----------
@@ -153,6 +165,8 @@ class EngineState:
         zero: int = 0,
         loss_scale: LossScale | None = None,
         kernels: Kernels | None = None,
+        tracker: Tracker | None = None,
+        budget_bytes: int = 0,
     ) -> None:
         self.model, self.mesh, self.optimizer = model, mesh, optimizer
         self.policy, self.seed = policy, seed
@@ -160,7 +174,8 @@ class EngineState:
         self.kernels = kernels or load_kernels("numpy")
         self.loss_scale = loss_scale or LossScale()
         self.recorder = recorder
-        self.ledger = Ledger()
+        self.ledger = Ledger(budget_bytes)
+        self.watch = MemoryWatch(self.ledger, tracker or open_tracker("off"))
         self.rank = transport.rank
         self.blocks = {block.name: block for block in model.blocks}
         self.first, self.last = model.blocks[0].name, model.blocks[-1].name
@@ -178,8 +193,11 @@ class EngineState:
         self._build_stores(buckets, overlap)
         self._build_control()
         self.ledger.set_bytes("data", data_bytes)
-        self.update_scratch = np.empty(UPDATE_SCRATCH, policy.param_dtype)
+        self.update_scratch = np.empty(SCRATCH_BYTES, np.uint8)
         self.ledger.hold("temp", self.update_scratch)
+        for table in model.tables(policy.compute_dtype):
+            self.ledger.hold("temp", table)
+        self.watch.start()
         self.meter = StepMeter()
         self.step: StepState | None = None
         self.committed = 0
@@ -355,7 +373,9 @@ class EngineState:
     def sum_scalars(self, op: ReduceScalars, values: list[float]) -> np.ndarray:
         """Reduce a few numbers over all ranks; every rank gets the same bits."""
         array = self.scalars[op.kind]
-        array[:] = values
+        # One by one: an assignment of the list would make an array of it first.
+        for place, value in enumerate(values):
+            array[place] = value
         return self.control.all_reduce(array, reduction=op.reduction)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
 from mpisim.engine.handlers import HANDLERS
@@ -26,11 +28,22 @@ class Engine:
     state : EngineState
     total_steps : int
         Updates of the whole run, for the learning-rate schedule.
+    predict_temps : callable, optional
+        What every op of a plan needs beside what the ledger holds, bytes; used where nothing
+        measures it. By default nothing.
     """
 
-    def __init__(self, state: EngineState, total_steps: int) -> None:
+    def __init__(
+        self,
+        state: EngineState,
+        total_steps: int,
+        predict_temps: Callable[[Plan], Sequence[int]] | None = None,
+    ) -> None:
         self.state = state
         self.total_steps = total_steps
+        self._predict_temps = predict_temps
+        self._texts: dict[int, tuple[str, ...]] = {}
+        self._temps: dict[int, Sequence[int]] = {}
         self._plans: dict[str, tuple[Plan, int]] = {}
         self._memory_left: dict[int, int] = {}
 
@@ -77,25 +90,30 @@ class Engine:
             schedule=settings.schedule, min_lr_ratio=settings.min_lr_ratio,
             total_steps=self.total_steps,
         )  # fmt: skip
-        try:
-            self._run(plan, current)
-        except BaseException:
-            abandon_step(state)
-            raise
+        self._try_to_run(plan, current)
         return current
 
     def evaluate(self, plan: Plan, step: int, load: LoadRows) -> StepState:
         """Run a forward-only plan; parameters stay as they are."""
         current = StepState(load, step)
-        try:
-            self._run(plan, current)
-        except BaseException:
-            abandon_step(self.state)
-            raise
+        self._try_to_run(plan, current)
         # What the evaluation moved belongs to no step.
         self.state.meter.traffic(self.state.dp)
         self.state.meter.traffic(self.state.control)
         return current
+
+    def _try_to_run(self, plan: Plan, current: StepState) -> None:
+        state = self.state
+        try:
+            self._run(plan, current)
+        except MemoryError as error:
+            # Before anything is freed: it says what was held.
+            exceeded = state.watch.explain(error)
+            abandon_step(state)
+            raise exceeded from error
+        except BaseException:
+            abandon_step(state)
+            raise
 
     def _run(self, plan: Plan, current: StepState) -> None:
         state = self.state
@@ -112,13 +130,16 @@ class Engine:
         recorder.step = current.step
         stamp, clock, dp = recorder.op_stamps.append, recorder.clock, state.dp
         remember = recorder.enabled and self._memory_left[number] > 0
+        watch, texts, temps = state.watch, self._texts[number], self._temps[number]
         # A number that is not finite shows in the gradient norm, which ends the job with one clear
         # error; NumPy's warnings on the way there would only surround it.
         with np.errstate(over="ignore", invalid="ignore"):
             for index, op in enumerate(ops):
+                watch.begin(texts[index])
                 stamp(clock())
                 HANDLERS[type(op)](state, op)
                 stamp(clock())
+                watch.end(temps[index])
                 if state.observe_op is not None:
                     state.observe_op(op)
                 if not dp.idle:
@@ -128,6 +149,8 @@ class Engine:
         if remember:
             self._memory_left[number] -= 1
         recorder.end_step(number)
+        # It may hold the rows of the whole step, and outlives the step in the caller's hands.
+        current.load = None
         state.step = None
 
     def _register(self, plan: Plan) -> int:
@@ -135,14 +158,18 @@ class Engine:
         if known is not None and known[0] is plan:
             return known[1]
         ops = plan.ranks[self.state.rank]
+        texts = tuple(op_text(op) for op in ops)
         number = self.state.recorder.add_plan(
             PlanTable(
                 name=plan.name,
                 kinds=tuple(type(op).__name__ for op in ops),
-                texts=tuple(op_text(op) for op in ops),
+                texts=texts,
                 waits=tuple(WAIT_AXIS.get(type(op), "") for op in ops),
             )
         )
         self._plans[plan.name] = (plan, number)
         self._memory_left[number] = MEMORY_STEPS
+        self._texts[number] = texts
+        predict = self._predict_temps
+        self._temps[number] = predict(plan) if predict is not None else (0,) * len(ops)
         return number

@@ -8,9 +8,9 @@ targets N of the whole update. Then, in this order:
     commit   or skip: parameters, moments, step count, scale (OptimizerStep, the same everywhere)
 
 What fails up to the agreement leaves parameters, moments, step count, schedule and scale as they
-were, and the gradients zero. A commit that could give a number that is not finite is made on top
-of a copy and taken back. What fails after it (the figures' gather, a full disk) finds the update
-made; `EngineState.committed` says which it was.
+were, and the gradients zero. An update that could give a number that is not finite is rehearsed
+on copies before the agreement. What fails after it (the figures' gather, a full disk) finds the
+update made; `EngineState.committed` says which it was.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import math
 import numpy as np
 
 from mpisim.engine.buckets import BucketStore
-from mpisim.engine.state import EngineState
+from mpisim.engine.state import SCRATCH_TILE, EngineState
 from mpisim.errors import BatchError, MpisimError
 from mpisim.nn.numerics import squared_norm
 from mpisim.nn.optim import adamw_update, clip_coefficient, sgd_update
@@ -129,9 +129,10 @@ def _own_norm(state: EngineState) -> float:
 
 
 def _squared_norm(state: EngineState, grads: np.ndarray) -> float:
+    scratch = state.update_scratch.view(np.float64)
     if grads.itemsize == 2:
-        return squared_norm(grads)
-    return state.kernels.squared_norm(grads)
+        return squared_norm(grads, scratch)
+    return state.kernels.squared_norm(grads, scratch)
 
 
 def finish_update(state: EngineState) -> None:
@@ -145,6 +146,11 @@ def finish_update(state: EngineState) -> None:
         The scale is at its floor.
     """
     step = state.step
+    if step.overflow_found:
+        raise MpisimError(
+            f"the update must be finite; got a number that is not at step {step.step}. No "
+            f"update was made. Set optimizer.eps above 0, or lower optimizer.lr."
+        )
     if step.found_non_finite:
         _refuse(state)
         step.skipped = True
@@ -181,59 +187,89 @@ def _refuse(state: EngineState) -> None:
 
 
 def _commit(state: EngineState) -> None:
-    step = state.step
-    coefficient = clip_coefficient(step.grad_norm, state.optimizer.clip_norm)
     if state.observe_gradients is not None:
         state.observe_gradients(true_gradients(state))
-    # All that can run out of memory comes before the first change.
-    grads = [_as_param(state, store.own_grads) for store in state.stores]
-    backup = [array.copy() for array in _changed_arrays(state)] if _may_overflow(state) else None
     try:
-        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-            for store, owned in zip(state.stores, grads, strict=True):
-                # Divided by the scale first: the true gradient is what was clipped.
-                _update_store(state, store, owned, coefficient / step.loss_scale)
-        if backup is not None and not all(
-            np.isfinite(array).all() for array in _changed_arrays(state)
-        ):
-            raise MpisimError(
-                f"the update must be finite; got a number that is not at step {step.step}. No "
-                f"update was made. Set optimizer.eps above 0, or lower optimizer.lr."
-            )
+        for store in state.stores:
+            _update_store(state, store)
     except BaseException:
-        if backup is None:
-            state.broken = True
-        else:
-            for array, old in zip(_changed_arrays(state), backup, strict=True):
-                np.copyto(array, old)
+        state.broken = True
         raise
 
 
-def _update_store(
-    state: EngineState, store: BucketStore, grads: np.ndarray, scale: float
-) -> None:
-    """Update the parameters of a bucket that this rank owns, piece by piece."""
-    step, settings = state.step, state.optimizer
+def update_overflows(state: EngineState) -> bool:
+    """Tell whether the update would give a number that is not finite on this rank.
+
+    Where finite gradients could do that, the update is made on copies, a tile at a time.
+    """
+    step = state.step
+    if not math.isfinite(step.grad_norm) or not _may_overflow(state):
+        return False
+    return not all(_update_store(state, store, rehearse=True) for store in state.stores)
+
+
+def _update_store(state: EngineState, store: BucketStore, rehearse: bool = False) -> bool:
+    """Update the parameters of a bucket that this rank owns; nothing is allocated.
+
+    With `rehearse` only copies are changed, and the result tells whether all of them are finite.
+    """
+    step, settings, policy = state.step, state.optimizer, state.policy
+    # Divided by the scale first: the true gradient is what was clipped.
+    scale = clip_coefficient(step.grad_norm, settings.clip_norm) / step.loss_scale
+    widens = store.own_grads.dtype != policy.param_dtype
+    scratch, tile = state.update_scratch, SCRATCH_TILE
+    if rehearse:
+        tile //= 8
+    parts = scratch.view(policy.param_dtype)
+    work, wide, *copies = (parts[k * tile : (k + 1) * tile] for k in range(5 if rehearse else 2))
+    finite = True
     for piece in store.pieces:
-        own = slice(piece.lo, piece.hi)
-        decay = settings.weight_decay if piece.decays else 0.0
-        moments = [moment[own] for moment in store.moments]
-        if settings.kind == "adamw":
-            adamw_update(
-                store.master[own], grads[own], *moments, lr=step.lr, beta1=settings.beta1,
-                beta2=settings.beta2, eps=settings.eps, weight_decay=decay,
-                step=step.update_number, grad_scale=scale, scratch=state.update_scratch,
-                kernels=state.kernels,
-            )  # fmt: skip
-        else:
-            sgd_update(
-                store.master[own], grads[own], moments[0] if moments else None, lr=step.lr,
-                momentum=settings.momentum, weight_decay=decay, grad_scale=scale,
-                scratch=state.update_scratch,
-            )  # fmt: skip
-    if state.policy.has_master:
-        working = store.own_working
-        np.copyto(working, state.kernels.narrow(store.master, working.dtype))
+        count = piece.hi - piece.lo
+        for start in range(piece.lo, piece.hi, tile if widens or rehearse else count):
+            own = slice(start, min(start + tile, piece.hi) if widens or rehearse else piece.hi)
+            changed = [store.master[own], *(moment[own] for moment in store.moments)]
+            grads = store.own_grads[own]
+            if widens:
+                grads = state.kernels.widen(grads, out=wide[: grads.size])
+            if rehearse:
+                for copy, array in zip(copies, changed, strict=False):
+                    np.copyto(copy[: array.size], array)
+                changed = [copy[: grads.size] for copy in copies[: len(changed)]]
+            with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+                _update_range(state, changed, grads, piece.decays, scale, work)
+                if policy.has_master:
+                    target = store.own_working[own]
+                    if rehearse:
+                        target = work.view(target.dtype)[: target.size]
+                    state.kernels.narrow(changed[0], target.dtype, out=target)
+                    changed.append(target)
+            if rehearse:
+                finite = finite and all(np.isfinite(array).all() for array in changed)
+    return finite
+
+
+def _update_range(
+    state: EngineState,
+    changed: list[np.ndarray],
+    grads: np.ndarray,
+    decays: bool,
+    scale: float,
+    work: np.ndarray,
+) -> None:
+    """Update one range of parameters, ``changed[0]``, and their moments, the others."""
+    step, settings = state.step, state.optimizer
+    decay = settings.weight_decay if decays else 0.0
+    if settings.kind == "adamw":
+        adamw_update(
+            changed[0], grads, *changed[1:], lr=step.lr, beta1=settings.beta1,
+            beta2=settings.beta2, eps=settings.eps, weight_decay=decay, step=step.update_number,
+            grad_scale=scale, scratch=work, kernels=state.kernels,
+        )  # fmt: skip
+    else:
+        sgd_update(
+            changed[0], grads, changed[1] if len(changed) > 1 else None, lr=step.lr,
+            momentum=settings.momentum, weight_decay=decay, grad_scale=scale, scratch=work,
+        )  # fmt: skip
 
 
 def _as_param(state: EngineState, grad: np.ndarray) -> np.ndarray:
@@ -273,15 +309,12 @@ def _may_overflow(state: EngineState) -> bool:
     if state.policy.compute == "float16" and not risky:
         # AdamW moves a weight by a few rates at most, momentum by the sum of many gradients.
         stride = 100.0 if settings.kind == "adamw" else step.grad_norm / (1.0 - settings.momentum)
-        reach = max(float(np.max(np.abs(s.master), initial=0.0)) for s in state.stores)
+        reach = max(
+            max(-float(s.master.min(initial=0.0)), float(s.master.max(initial=0.0)))
+            for s in state.stores
+        )
         risky = reach + step.lr * stride > FLOAT16_MAX / 2
     return bool(risky)
-
-
-def _changed_arrays(state: EngineState) -> list[np.ndarray]:
-    arrays = [store.master for store in state.stores]
-    arrays += [moment for store in state.stores for moment in store.moments]
-    return arrays + [store.own_working for store in state.stores] * state.policy.has_master
 
 
 def abandon_step(state: EngineState) -> None:

@@ -282,6 +282,11 @@ class BlockSpec:
                 tape.free(alive.pop(boundary))
         return tape.peak
 
+    @property
+    def grad_bytes(self) -> int:
+        """`nbytes` of the parameters' gradients as backward returns them."""
+        return sum(layer.grad_bytes + layer.handed_on_bytes for layer in self.layers)
+
     def restore_peak(self) -> int:
         """Return the most bytes of new arrays alive at one time during the block's restore.
 

@@ -1,31 +1,50 @@
 """The ledger: every array the engine owns, by category, with live and peak bytes.
 
 An array is held and dropped by identity of the memory it owns, so two layers that keep the same
-tensor count it once. The engine calls `hold` and `drop`; `plan.check` predicts the same figures.
+tensor count it once. The engine calls `hold` and `drop`, and `begin_op` and `end_op` around every
+op; `plan.forecast` predicts the same figures.
+
+What an op needs beside what it holds at its end (working arrays, and results that are not there
+any more) is the op's temp: measured by an allocator hook (`memory.tracker`) or, without one, as
+predicted.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from mpisim.errors import MemoryBudgetExceeded
 from mpisim.layouts.metrics import MEMORY_CATEGORIES as CATEGORIES
+from mpisim.units import format_bytes
 
 
 class Ledger:
     """Live and peak bytes of one rank, by category.
 
+    Parameters
+    ----------
+    budget_bytes : int
+        What the rank may hold at one time; 0 means no limit.
+
     Notes
     -----
     `peak` is per category, each at its own worst moment; `peak_total` is the largest sum at any
-    one moment, and `at_peak` its composition.
+    one moment, `at_peak` its composition and `peak_op` the op that ran.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, budget_bytes: int = 0) -> None:
+        self.budget_bytes = budget_bytes
         self.live: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self.peak: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self.total = 0
         self.peak_total = 0
         self.at_peak: dict[str, int] = dict(self.live)
+        self.peak_op = "start"
+        self.op = "start"
+        """The op that runs, as text: where an allocation happens."""
+        self.op_total = 0
+        """Largest total since the op began, without its temp."""
+        self._op_live = dict(self.live)
         # id -> [array, category, nbytes, holders]; the reference keeps the id from being reused.
         self._held: dict[int, list] = {}
 
@@ -36,6 +55,8 @@ class Ledger:
         ------
         ValueError
             The memory is already held under another category.
+        MemoryBudgetExceeded
+            It passes the budget.
         """
         for array in arrays:
             owner = _owner(array)
@@ -79,15 +100,70 @@ class Ledger:
         """Return live bytes in the order of `layouts.metrics.MEMORY_CATEGORIES`."""
         return tuple(self.live.values())
 
+    def begin_op(self, op: str) -> None:
+        """Say which op runs from here on."""
+        self.op = op
+        self.op_total = self.total
+        self._op_live = dict(self.live)
+
+    def end_op(self, temp: int) -> None:
+        """Say what the op needed at its fullest moment beside what is held.
+
+        Parameters
+        ----------
+        temp : int
+            Bytes on top of `op_total`.
+
+        Raises
+        ------
+        MemoryBudgetExceeded
+            With it the op passed the budget.
+        """
+        if temp <= 0:
+            return
+        with_temp = self._op_live["temp"] + temp
+        if with_temp > self.peak["temp"]:
+            self.peak["temp"] = with_temp
+        total = self.op_total + temp
+        if total > self.peak_total:
+            self.peak_total, self.peak_op = total, self.op
+            self.at_peak = self._op_live | {"temp": with_temp}
+        if 0 < self.budget_bytes < total:
+            raise self.exceeded(total - self.budget_bytes)
+
+    def exceeded(self, missing: int | None = None) -> MemoryBudgetExceeded:
+        """Return the error of an allocation that would pass the budget, with the breakdown.
+
+        Parameters
+        ----------
+        missing : int, optional
+            Bytes by which the budget is passed; None where only the allocator knows.
+        """
+        parts = ", ".join(
+            f"{name} {format_bytes(nbytes)}" for name, nbytes in self.live.items() if nbytes
+        )
+        beyond = "" if missing is None else f", {missing} bytes too many,"
+        return MemoryBudgetExceeded(
+            f"memory of a rank must stay within memory.budget_bytes = {self.budget_bytes}; got "
+            f"more{beyond} in op {self.op} with {self.total} bytes held before it ({parts}).",
+            op=self.op, live=dict(self.live), total=self.total, budget_bytes=self.budget_bytes,
+            missing=missing,
+        )  # fmt: skip
+
     def _change(self, category: str, nbytes: int) -> None:
         live = self.live
         live[category] += nbytes
         self.total += nbytes
+        if nbytes <= 0:
+            return
         if live[category] > self.peak[category]:
             self.peak[category] = live[category]
-        if self.total > self.peak_total:
-            self.peak_total = self.total
-            self.at_peak = dict(live)
+        if self.total > self.op_total:
+            self.op_total, self._op_live = self.total, dict(live)
+            if self.total > self.peak_total:
+                self.peak_total, self.at_peak, self.peak_op = self.total, self._op_live, self.op
+        if 0 < self.budget_bytes < self.total:
+            raise self.exceeded(self.total - self.budget_bytes)
 
 
 def _owner(array: np.ndarray) -> np.ndarray:

@@ -6,10 +6,20 @@ No layer and no formula of one here; reductions and tiles are in `numerics`.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
 from mpisim.errors import BatchError
+
+
+class Initial(NamedTuple):
+    """How a parameter starts: every element `constant`, or normal with deviation `scale`."""
+
+    scale: float = 0.0
+    """Standard deviation; 0: no number is drawn."""
+    constant: float = 0.0
+    """Value of every element if none is drawn."""
 
 
 def normal_weights(

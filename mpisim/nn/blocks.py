@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mpisim.layouts.specs import BlockSpec, Keep
+from mpisim.layouts.specs import BlockSpec, Conditions, Keep, Tape
+from mpisim.nn import kernel_memory
 from mpisim.nn.layers import Arrays, InteriorLayer, Layer, LayerContext, RngFor, Saved
+from mpisim.nn.numerics import TILE_ELEMENTS, tile_slices
 from mpisim.nn.precision import is_floating
 
 BlockSaved = tuple[Saved, ...]
@@ -113,31 +115,36 @@ class Block:
             buffer must not be reused before backward.
         ctx : LayerContext
             Handed to every layer.
-        keep : {"all", "selective"}
+        keep : {"all", "selective", "nothing"}
             With "selective", layers drop the interior of what they save as soon as they have run;
-            `restore` computes it again.
+            `restore` computes it again. With "nothing", for evaluation, what they save is dropped
+            as soon as they have run, but for the count that `Model.num_correct` reads.
         between : callable without arguments, optional
             Called between the layers: a replay may run beside communication.
 
         Returns
         -------
         y : ndarray
-            Output of the last layer; for a block that ends in a loss, the summed loss (float64,
-            shape ()).
+            Output of the last layer; for a block that ends in a loss, the summed loss, a
+            numpy.float64.
         saved : tuple of tuple of ndarray
             What each layer saved, first to last.
         """
         saved = []
-        sources = {source for source, _ in self.skips}
-        held = {}
+        last_end = {source: end for source, end in sorted(self.skips)}
+        held: dict[int, np.ndarray] = {}
         for index, (layer_name, layer) in enumerate(self.layers):
             if between is not None and index:
                 between()
-            if index in sources:
+            if index in last_end:
                 held[index] = x
             y, layer_saved = layer.forward(_layer_params(params, layer_name, layer), x, ctx)
             if keep == "selective" and isinstance(layer, InteriorLayer):
                 layer_saved = layer.trim(layer_saved)
+            elif keep == "nothing":
+                layer_saved = tuple(
+                    each for each in layer_saved if not isinstance(each, np.ndarray)
+                )
             saved.append(layer_saved)
             # An output is fresh, and the layer that made it has not saved it (see spec), unless
             # the layer passed its input on.
@@ -145,6 +152,8 @@ class Block:
             for source in self._sources_of(index + 1):
                 y = _add(y, held[source], ctx, in_place=fresh)
                 fresh = True
+                if last_end[source] == index + 1:
+                    del held[source]
             x = y
         return x, tuple(saved)
 
@@ -223,11 +232,15 @@ class Block:
             if between is not None:
                 between()
             by_layer.append(layer.backward_weight(saved[index], kept, ctx))
+            # No name outlives its use: what it names would stay in memory during the next layer.
+            del kept
             fresh = dx is not dy
-            for branch in branches.pop(index, ()):
-                dx = _add(dx, branch, ctx, in_place=fresh)
+            added = branches.pop(index, [])
+            while added:
+                dx = _add(dx, added.pop(0), ctx, in_place=fresh)
                 fresh = True
             dy = dx
+            del dx
         grads = {
             f"{layer_name}.{local}": grad
             for (layer_name, _), layer_grads in zip(self.layers, reversed(by_layer), strict=True)
@@ -245,7 +258,9 @@ class Block:
         unique = {id(array): array for array in _flatten(saved) if is_floating(array.dtype)}
         return list(unique.values())
 
-    def spec(self, x_shape: tuple[int, ...], dtype: np.dtype) -> BlockSpec:
+    def spec(
+        self, x_shape: tuple[int, ...], dtype: np.dtype, conditions: Conditions = Conditions()
+    ) -> BlockSpec:
         """Return the block's costs for an input of shape `x_shape` and arrays of `dtype`.
 
         Additions of residual connections are counted with the layer whose output they change.
@@ -253,7 +268,7 @@ class Block:
         specs = []
         owned = {f"{self.name}.{name}" for name in self.param_names}
         for index, (layer_name, layer) in enumerate(self.layers):
-            spec = layer.spec(x_shape, dtype, f"{self.name}.{layer_name}")
+            spec = layer.spec(x_shape, dtype, f"{self.name}.{layer_name}", conditions)
             x_shape = spec.output_shape
             added = len(self._sources_of(index + 1)) * math.prod(x_shape)
             specs.append(
@@ -269,17 +284,39 @@ class Block:
             # may be changed in place: the layer that made it does not keep it.
             assert specs[source].saves_input or (source and specs[source - 1].saves_output)
             assert not specs[end - 1].saves_output
-        borrows = tuple(full_name for _, full_name in self.borrows)
-        return BlockSpec(name=self.name, layers=tuple(specs), borrows=borrows)
+        return BlockSpec(
+            name=self.name,
+            layers=tuple(specs),
+            borrows=tuple(full_name for _, full_name in self.borrows),
+            skips=self.skips,
+            add_bytes=tuple(
+                _add_bytes(math.prod(specs[end - 1].output_shape), dtype, conditions)
+                for _, end in self.skips
+            ),
+        )
 
 
 def _add(y: np.ndarray, addend: np.ndarray, ctx: LayerContext, *, in_place: bool) -> np.ndarray:
     """Return the sum in y's dtype; in y itself if that may be, and 16-bit sums rounded once."""
-    if y.dtype.itemsize == 2:
-        total = ctx.wide(y)
-        total += ctx.wide(addend)
-        return ctx.narrow(total, y.dtype)
-    return np.add(y, addend, out=y if in_place else None)
+    total = y if in_place else np.empty(y.shape, dtype=y.dtype)
+    if y.dtype.itemsize != 2:
+        return np.add(y, addend, out=total)
+    # Boundary tensors are contiguous: layers return them so.
+    flat_total, flat_y, flat_addend = total.reshape(-1), y.reshape(-1), addend.reshape(-1)
+    for tile in tile_slices(flat_y.size):
+        wide = ctx.wide(flat_y[tile])
+        wide += ctx.wide(flat_addend[tile])
+        flat_total[tile] = ctx.narrow(wide, y.dtype)
+    return total
+
+
+def _add_bytes(size: int, dtype: np.dtype, conditions: Conditions) -> int:
+    """Return the most bytes alive at one time in `_add` beside its result."""
+    tape, tile = Tape(), min(size, TILE_ELEMENTS)
+    kernel_memory.widen(tape, tile, dtype, conditions)
+    tape.free(kernel_memory.widen(tape, tile, dtype, conditions))
+    kernel_memory.narrow(tape, tile, dtype, conditions)
+    return tape.peak
 
 
 def _flatten(saved: tuple) -> Iterator[np.ndarray]:

@@ -9,15 +9,21 @@ to which rows are padded, or on how often a forward is run again, and nothing ha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.random import Philox
 
 from mpisim.errors import BatchError
+from mpisim.nn.numerics import TILE_ELEMENTS, tile_slices
 
 WORDS_PER_COUNT = 4
 """64-bit words that one step of Philox's counter yields."""
+WORD_TILE = TILE_ELEMENTS
+"""Words that `DropoutMasks.tiles` holds at a time."""
+STREAM_BYTES = 49
+"""What NumPy's arrays take at most while a stream is placed: key, counter, and a seed of none."""
 
 
 def keep_threshold(rate: float) -> int:
@@ -113,6 +119,28 @@ class DropoutMasks:
             The rows or the length do not fit into the update's array: another site's words would
             be used twice.
         """
+        words = np.empty(shape, np.uint64)
+        flat = words.reshape(-1)
+        for tile, part in self.tiles(site, shape):
+            flat[tile] = part
+        return words
+
+    def tiles(self, site: int, shape: tuple[int, ...]) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yield the words of `words` a few at a time, in order.
+
+        Parameters
+        ----------
+        site, shape
+            As in `words`.
+
+        Yields
+        ------
+        part : slice
+            Which elements of the flat array of this shape.
+        words : ndarray of uint64
+            Their words. A part lies within one row and has at most `WORD_TILE` elements, so that
+            what is allocated depends on the shape alone.
+        """
         num_rows, length, width = shape
         if (
             self.first_row < 0
@@ -128,17 +156,24 @@ class DropoutMasks:
             )
         row_words = self.max_len * width
         start = self.site_range(site)[0] + self.first_row * row_words
-        if length == self.max_len:
-            return self._draw(start, num_rows * row_words).reshape(shape)
-        words = np.empty(shape, np.uint64)
+        row_size = length * width
+        if not num_rows * row_size:
+            return
+        stream = None
         for row in range(num_rows):
-            words[row] = self._draw(start + row * row_words, length * width).reshape(length, width)
-        return words
+            if stream is None or length != self.max_len:
+                # Rows of full length follow each other in the stream.
+                count = num_rows * row_size if length == self.max_len else row_size
+                stream = self._stream_at(start + row * row_words, count)
+            for part in tile_slices(row_size, WORD_TILE):
+                place = slice(row * row_size + part.start, row * row_size + part.stop)
+                yield place, stream.random_raw(part.stop - part.start)
 
-    def _draw(self, start: int, count: int) -> np.ndarray:
-        """Return words start..start + count - 1 of the stream."""
+    def _stream_at(self, start: int, count: int) -> Philox:
+        """Return the stream placed at word `start`, `count` words of which will be drawn."""
         if self.on_draw is not None:
             self.on_draw(start, start + count)
         counter, skipped = divmod(start, WORDS_PER_COUNT)
-        stream = np.random.Philox(key=self.key, counter=counter)
-        return stream.random_raw(skipped + count)[skipped:]
+        stream = Philox(key=self.key, counter=counter)
+        stream.random_raw(skipped, output=False)
+        return stream

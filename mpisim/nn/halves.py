@@ -12,26 +12,33 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpisim.nn.numerics import TILE_ELEMENTS, tile_slices
+from mpisim.nn.numerics import TILE_ELEMENTS, flat_view, tile_slices
 
 _SIGN_EXPONENT_MANTISSA = np.int32(-0x70002000)  # 0x8fffe000
+_EXPONENT = np.int16(0x7C00)
+_SHIFT = np.int32(13)
 _TO_FLOAT32 = np.float32(2.0**112)
-_ABOVE_FLOAT16 = np.float32(2.0**16)
-_INFINITY = np.uint32(0x7F800000)
+_INFINITY, _INFINITY_BITS = np.uint32(0x7F800000), np.int32(0x7F800000)
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _SMALLEST_NORMAL = np.uint32((127 - 14) << 23)  # 2^-14
 _OVERFLOW = np.uint32(0x477FF000)  # 65520, halfway between the largest float16 and 2^16
+# As Python numbers: NumPy 1.26 makes arrays to compare one with a scalar of its own.
+_LEAST_LARGE, _MOST_SMALL = int(_OVERFLOW), int(_SMALLEST_NORMAL) - 1
 _HALF, _HALF_BITS = np.float32(0.5), np.uint32(0x3F000000)
 _REBIAS = np.uint32((112 << 23) - 0xFFF)
+_ONE, _THIRTEEN, _SIXTEEN = np.uint32(1), np.uint32(13), np.uint32(16)
+_HALF_SIGN, _HALF_INFINITY, _HALF_NAN = np.uint32(0x8000), np.uint32(0x7C00), np.uint32(0x7E00)
 
 
-def half_to_float32(x: np.ndarray) -> np.ndarray:
+def half_to_float32(x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     """Return the float32 array of the same values.
 
     Parameters
     ----------
     x : ndarray, float16
         Any shape. Not modified.
+    out : ndarray of float32, same shape, C-contiguous, optional
+        Receives the result; without it an array is allocated.
 
     Returns
     -------
@@ -41,31 +48,38 @@ def half_to_float32(x: np.ndarray) -> np.ndarray:
     Notes
     -----
     The bits, shifted, are a float32 that is 2^112 too small; one product corrects normal and
-    subnormal numbers alike. Scratch: none beside a mask of one tile.
+    subnormal numbers alike. Scratch: one tile of float16 and one of bool, whatever the values.
     """
     halves = np.ascontiguousarray(x).reshape(-1).view(np.int16)
-    out = np.empty(x.shape, np.float32)
-    values = out.reshape(-1)
+    if out is None:
+        out = np.empty(x.shape, np.float32)
+    values = flat_view(out)
+    size = min(halves.size, TILE_ELEMENTS)
+    exponents, masks = np.empty(size, np.int16), np.empty(size, bool)
     for tile in tile_slices(halves.size):
         value = values[tile]
         bits = value.view(np.int32)
         np.copyto(bits, halves[tile])  # the sign fills the upper half
-        bits <<= 13
+        bits <<= _SHIFT
         bits &= _SIGN_EXPONENT_MANTISSA
         value *= _TO_FLOAT32
-        special = np.abs(value) >= _ABOVE_FLOAT16  # was inf or nan
+        exponent, special = exponents[: bits.size], masks[: bits.size]
+        np.bitwise_and(halves[tile], _EXPONENT, out=exponent)
+        np.equal(exponent, _EXPONENT, out=special)  # inf or nan
         if special.any():
-            bits[special] |= np.int32(_INFINITY)
+            np.bitwise_or(bits, _INFINITY_BITS, out=bits, where=special)
     return out
 
 
-def float32_to_half(x: np.ndarray) -> np.ndarray:
+def float32_to_half(x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     """Return the array rounded to float16.
 
     Parameters
     ----------
     x : ndarray, float32
         Any shape. Not modified.
+    out : ndarray of float16, same shape, C-contiguous, optional
+        Receives the result; without it an array is allocated.
 
     Returns
     -------
@@ -76,33 +90,38 @@ def float32_to_half(x: np.ndarray) -> np.ndarray:
     -----
     Normal numbers round by adding half a unit of the new last place to the bits. A number below
     2^-14 is added to 0.5, whose unit is that of the float16 subnormals: the hardware rounds.
-    Scratch: two tiles.
+    Scratch: two tiles of float32 and one of bool, whatever the values.
     """
     wide = np.ascontiguousarray(x).reshape(-1).view(np.uint32)
-    out = np.empty(x.shape, np.float16)
-    halves = out.reshape(-1).view(np.uint16)
+    if out is None:
+        out = np.empty(x.shape, np.float16)
+    halves = flat_view(out).view(np.uint16)
     size = min(wide.size, TILE_ELEMENTS)
     magnitudes, roundeds = np.empty(size, np.uint32), np.empty(size, np.uint32)
+    masks = np.empty(size, bool)
     for tile in tile_slices(wide.size):
         bits = wide[tile]
         magnitude, rounded = magnitudes[: bits.size], roundeds[: bits.size]
+        mask = masks[: bits.size]
         np.bitwise_and(bits, _MAGNITUDE, out=magnitude)
-        np.right_shift(magnitude, 13, out=rounded)
-        rounded &= np.uint32(1)  # a tie goes to the even one
+        np.right_shift(magnitude, _THIRTEEN, out=rounded)
+        rounded &= _ONE  # a tie goes to the even one
         rounded += magnitude
         rounded -= _REBIAS
-        rounded >>= np.uint32(13)
-        if int(magnitude.min(initial=_OVERFLOW)) < _SMALLEST_NORMAL:
-            small = magnitude < _SMALLEST_NORMAL
-            sums = magnitude[small].view(np.float32)
+        rounded >>= _THIRTEEN
+        if int(magnitude.max()) >= _LEAST_LARGE:
+            np.greater_equal(magnitude, _OVERFLOW, out=mask)
+            np.copyto(rounded, _HALF_INFINITY, where=mask)
+            np.greater(magnitude, _INFINITY, out=mask)
+            np.copyto(rounded, _HALF_NAN, where=mask)
+        if int(magnitude.min()) <= _MOST_SMALL:
+            np.less(magnitude, _SMALLEST_NORMAL, out=mask)
+            # In place, and for all: the sums of the others are not read.
+            sums = magnitude.view(np.float32)
             sums += _HALF
-            rounded[small] = sums.view(np.uint32) - _HALF_BITS
-        if int(magnitude.max(initial=0)) >= _OVERFLOW:
-            large = magnitude >= _OVERFLOW
-            is_nan = magnitude[large] > _INFINITY
-            rounded[large] = np.where(is_nan, np.uint32(0x7E00), np.uint32(0x7C00))
-        np.right_shift(bits, 16, out=magnitude)
-        magnitude &= np.uint32(0x8000)
+            np.subtract(magnitude, _HALF_BITS, out=rounded, where=mask)
+        np.right_shift(bits, _SIXTEEN, out=magnitude)
+        magnitude &= _HALF_SIGN
         rounded |= magnitude
         halves[tile] = rounded
     return out

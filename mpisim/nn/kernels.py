@@ -31,6 +31,8 @@ class Kernels(Protocol):
     before and narrowed after (`widen`, `narrow`). Results are newly allocated and have the
     inputs' dtype, unless an argument is changed in place, as said below. Zero rows are legal.
 
+    What a call allocates depends on shapes and dtypes alone: `kernel_memory` says how much.
+
     Non-finite values are never hidden: a row with nan or inf gives the nan or inf of its formula,
     without a warning; the engine looks for them once per update.
 
@@ -101,6 +103,7 @@ class Kernels(Protocol):
             Row p holds the angles of position p.
         positions_N : ndarray of shape (batch * T,), integer, or None
             Position of each row in its document, 0..max_len-1; None means its column, 0..T-1.
+            int32 is taken as it is, other dtypes may be copied.
         batch, heads, kv_heads : int
             Sizes that the shape of qkv does not tell.
         scale : float
@@ -194,7 +197,12 @@ class Kernels(Protocol):
         ...
 
     def apply_dropout(
-        self, x: np.ndarray, words: np.ndarray, threshold: int, factor: float
+        self,
+        x: np.ndarray,
+        words: np.ndarray,
+        threshold: int,
+        factor: float,
+        out: np.ndarray | None = None,
     ) -> np.ndarray:
         """Return x * factor where word < threshold, else exactly 0.
 
@@ -208,6 +216,8 @@ class Kernels(Protocol):
             In 0..2^64-1.
         factor : float
             1 / (1 - p).
+        out : ndarray, same shape and dtype, C-contiguous, optional
+            Receives the result; may be `x`.
         """
         ...
 
@@ -252,6 +262,8 @@ class Kernels(Protocol):
             Multiplies the gradient first (clipping, unscaling).
         scratch : ndarray of shape (s,), s >= 1, optional
             Working space of the NumPy set, used up to one tile; without it one tile is allocated.
+            With it the NumPy set allocates one element at a time, the Numba set 4 bytes for
+            float32 and nothing for float64.
 
         Notes
         -----
@@ -261,20 +273,34 @@ class Kernels(Protocol):
         """
         ...
 
-    def squared_norm(self, grad: np.ndarray) -> float:
-        """Return the sum of squares of all elements, accumulated in float64."""
+    def squared_norm(self, grad: np.ndarray, scratch: np.ndarray | None = None) -> float:
+        """Return the sum of squares of all elements, accumulated in float64.
+
+        `scratch`: see `numerics.squared_norm`; the Numba set needs none.
+        """
         ...
 
-    def widen(self, x16: np.ndarray) -> np.ndarray:
-        """Return the float32 array with the values of a float16 or bfloat16 array."""
+    def widen(self, x16: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Return the float32 array with the values of a float16 or bfloat16 array.
+
+        `out`, C-contiguous and of x16's shape, receives the result if it is given.
+        """
         ...
 
-    def narrow(self, x32: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    def narrow(self, x32: np.ndarray, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
         """Return a float32 array rounded to a 16-bit `dtype`.
 
         To nearest, ties to even; too large becomes inf, nan stays nan; subnormals are exact.
+        `out`, C-contiguous, of that dtype and x32's shape, receives the result if it is given.
         """
         ...
+
+
+def resolve_kernels(name: Literal["auto", "numpy", "numba"]) -> Literal["numpy", "numba"]:
+    """Return which set `load_kernels` picks, without loading it."""
+    if name == "auto":
+        return "numba" if importlib.util.find_spec("numba") is not None else "numpy"
+    return name
 
 
 def prepare_kernels(name: Literal["auto", "numpy", "numba"], *dtypes: np.dtype) -> Kernels:

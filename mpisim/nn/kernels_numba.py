@@ -130,9 +130,10 @@ def forget() -> None:
 
 def rms_norm(x_ND: np.ndarray, weight_D: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
     """Return ``(y_ND, rstd_N)``."""
+    eps = x_ND.dtype.type(eps)  # here and below before the results: NumPy allocates 4 bytes for it
     y_ND = np.empty(x_ND.shape, dtype=x_ND.dtype)
     rstd_N = np.empty(x_ND.shape[0], dtype=x_ND.dtype)
-    loops.rms_norm(_ready(x_ND), _ready(weight_D), x_ND.dtype.type(eps), y_ND, rstd_N)
+    loops.rms_norm(_ready(x_ND), _ready(weight_D), eps, y_ND, rstd_N)
     return y_ND, rstd_N
 
 
@@ -165,6 +166,7 @@ def rotary_split(
     scale: float,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return ``(q_BHTK, k_BGTK, v_BGTK)``."""
+    scale = qkv_NC.dtype.type(scale)
     time, half = (qkv_NC.shape[0] // batch if batch else 0), cos_PK2.shape[1]
     q_BHTK = np.empty((batch, heads, time, 2 * half), dtype=qkv_NC.dtype)
     k_BGTK = np.empty((batch, kv_heads, time, 2 * half), dtype=qkv_NC.dtype)
@@ -174,7 +176,7 @@ def rotary_split(
         _ready(cos_PK2),
         _ready(sin_PK2),
         _positions(positions_N, batch, time),
-        qkv_NC.dtype.type(scale),
+        scale,
         _halves(q_BHTK),
         _halves(k_BGTK),
         _halves(v_BGTK),
@@ -193,6 +195,7 @@ def rotary_merge(
 ) -> np.ndarray:
     """Return dqkv_NC."""
     batch, heads, time, size = dq_BHTK.shape
+    scale = dq_BHTK.dtype.type(scale)
     num_heads = heads + 2 * dk_BGTK.shape[1]
     dqkv_NC = np.empty((batch * time, num_heads * size), dtype=dq_BHTK.dtype)
     loops.rotary_merge(
@@ -202,7 +205,7 @@ def rotary_merge(
         _ready(cos_PK2),
         _ready(sin_PK2),
         _positions(positions_N, batch, time),
-        dq_BHTK.dtype.type(scale),
+        scale,
         dqkv_NC.reshape(batch, time, num_heads, 2, size // 2),
     )
     return dqkv_NC
@@ -275,13 +278,19 @@ def cross_entropy_backward(probs_NV: np.ndarray, targets_N: np.ndarray, seed: fl
     loops.cross_entropy_backward(probs_NV, _ids(targets_N), probs_NV.dtype.type(seed))
 
 
-def apply_dropout(x: np.ndarray, words: np.ndarray, threshold: int, factor: float) -> np.ndarray:
+def apply_dropout(
+    x: np.ndarray,
+    words: np.ndarray,
+    threshold: int,
+    factor: float,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
     """Return the kept elements times `factor`, 0 for the others."""
+    threshold, factor = np.uint64(threshold), x.dtype.type(factor)
     assert words.size == x.size, (words.shape, x.shape)
-    y = np.empty(x.shape, dtype=x.dtype)
-    loops.apply_dropout(
-        _flat(x), _flat(words), np.uint64(threshold), x.dtype.type(factor), _flat(y)
-    )
+    y = np.empty(x.shape, dtype=x.dtype) if out is None else out
+    assert y.flags.c_contiguous, y.strides
+    loops.apply_dropout(_flat(x), _flat(words), threshold, factor, _flat(y))
     return y
 
 
@@ -307,8 +316,13 @@ def adamw_update(
     grad_scale: float = 1.0,
     scratch: np.ndarray | None = None,
 ) -> None:
-    """Take one AdamW step on flat arrays in place; `scratch` is not needed."""
+    """Take one AdamW step on flat arrays in place; `scratch` is not needed.
+
+    NumPy allocates 4 bytes at a time to round a scalar to float32.
+    """
     assert param.shape == grad.shape == m.shape == v.shape, (param.shape, grad.shape)
+    if not param.size:
+        return
     real = param.dtype.type
     loops.adamw_update(
         param,
@@ -326,22 +340,24 @@ def adamw_update(
     )
 
 
-def squared_norm(grad: np.ndarray) -> float:
-    """Return the sum of squares of all elements, accumulated in float64."""
+def squared_norm(grad: np.ndarray, scratch: np.ndarray | None = None) -> float:
+    """Return the sum of squares of all elements, accumulated in float64; needs no `scratch`."""
     return loops.squared_norm(_flat(grad))
 
 
-def widen(x16: np.ndarray) -> np.ndarray:
+def widen(x16: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     """Return the float32 array of the same values."""
-    y32 = np.empty(x16.shape, dtype=np.float32)
+    y32 = np.empty(x16.shape, dtype=np.float32) if out is None else out
+    assert y32.flags.c_contiguous, y32.strides
     loop = loops.widen_float16 if x16.dtype == np.float16 else loops.widen_bfloat16
     loop(_flat(x16).view(np.uint16), _flat(y32).view(np.uint32))
     return y32
 
 
-def narrow(x32: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def narrow(x32: np.ndarray, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
     """Return the array rounded to `dtype`."""
-    y16 = np.empty(x32.shape, dtype=dtype)
+    y16 = np.empty(x32.shape, dtype=dtype) if out is None else out
+    assert y16.flags.c_contiguous, y16.strides
     loop = loops.narrow_float16 if y16.dtype == np.float16 else loops.narrow_bfloat16
     loop(_flat(x32).view(np.uint32), _flat(y16).view(np.uint16))
     return y16

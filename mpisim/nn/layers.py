@@ -22,8 +22,9 @@ from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from mpisim.layouts.specs import LayerSpec, ParamSpec
-from mpisim.nn.arrays import normal_weights
+from mpisim.layouts.specs import Conditions, LayerSpec, ParamSpec, Tape
+from mpisim.nn import kernel_memory
+from mpisim.nn.arrays import Initial, normal_weights, wide_dtype
 from mpisim.nn.dropout import DropoutMasks
 from mpisim.nn.kernels import Kernels, load_kernels
 
@@ -31,7 +32,13 @@ ActivationKind = Literal["relu", "tanh", "gelu"]
 InitScheme = Literal["he", "xavier"]
 RngFor = Callable[[str], np.random.Generator]
 Arrays = dict[str, np.ndarray]
-Saved = tuple[np.ndarray, ...]
+Saved = tuple[np.ndarray | np.integer, ...]
+
+# Arrays, since NumPy makes one of a Python number in each call, which would be counted as memory.
+_ZERO = {np.dtype(real): np.zeros((), real) for real in (np.float32, np.float64)}
+_ONE = {np.dtype(real): np.ones((), real) for real in (np.float32, np.float64)}
+
+_INTP = np.dtype(np.intp).itemsize
 
 
 def _numpy_kernels() -> Kernels:
@@ -66,9 +73,10 @@ class Layer(Protocol):
     """What every layer offers.
 
     `saved` is a plain tuple of arrays: the sum of `nbytes` of its floating arrays is the layer's
-    activation memory, and dropping it is freeing it. Integer arrays in `saved` (token ids, counts)
-    are data and are not counted. Zero rows are legal everywhere. A layer whose `saved` has an
-    interior that can be dropped and computed again is an `InteriorLayer`.
+    activation memory, and dropping it is freeing it. Integer arrays in `saved` (token ids) are
+    data and are not counted; a count is a NumPy scalar, which has no buffer. Zero rows are legal
+    everywhere. A layer whose `saved` has an interior that can be dropped and computed again is an
+    `InteriorLayer`.
     """
 
     @property
@@ -78,6 +86,10 @@ class Layer(Protocol):
 
     def init(self, rng_for: RngFor, dtype: np.dtype) -> Arrays:
         """Return fresh parameters; `rng_for(local_name)` is the generator of one of them."""
+        ...
+
+    def initial(self, local: str) -> Initial:
+        """Return how a parameter of this local name starts."""
         ...
 
     def forward(self, params: Arrays, x: np.ndarray, ctx: LayerContext) -> tuple[np.ndarray, Saved]:
@@ -100,7 +112,13 @@ class Layer(Protocol):
         """Return both: backward_input, then backward_weight."""
         ...
 
-    def spec(self, x_shape: tuple[int, ...], dtype: np.dtype, name: str) -> LayerSpec:
+    def spec(
+        self,
+        x_shape: tuple[int, ...],
+        dtype: np.dtype,
+        name: str,
+        conditions: Conditions = Conditions(),
+    ) -> LayerSpec:
         """Return the costs for one input shape; parameter names are prefixed with `name`."""
         ...
 
@@ -187,6 +205,10 @@ class TokenTable(PlainBackward):
         shape = (self.vocab_size, self.d_model)
         return {"weight": normal_weights(rng_for("weight"), shape, self.d_model**-0.5, dtype)}
 
+    def initial(self, local: str) -> Initial:
+        """Return how a parameter starts."""
+        return Initial(scale=self.d_model**-0.5)
+
     def table_spec(self, name: str) -> ParamSpec:
         """Return the name and shape of the table in a layer of this name."""
         return ParamSpec(name=f"{name}.weight", shape=(self.vocab_size, self.d_model))
@@ -220,6 +242,10 @@ class Embedding(PlainBackward):
         """Return ``{"weight": (V, D)}`` drawn from the standard normal distribution."""
         shape = (self.vocab_size, self.embed_dim)
         return {"weight": normal_weights(rng_for("weight"), shape, 1.0, dtype)}
+
+    def initial(self, local: str) -> Initial:
+        """Return how a parameter starts."""
+        return Initial(scale=1.0)
 
     def forward(self, params: Arrays, x: np.ndarray, ctx: LayerContext) -> tuple[np.ndarray, Saved]:
         """Return the flattened embeddings.
@@ -255,7 +281,8 @@ class Embedding(PlainBackward):
                 f"token ids must be in 0..{self.vocab_size - 1}; got {int(x.min())}. "
                 f"Check the tokenizer."
             )
-        rows_ND = np.take(params["weight"], x.reshape(-1), axis=0)
+        # NumPy would convert narrower ids alone; this way memory does not depend on their dtype.
+        rows_ND = np.take(params["weight"], x.astype(np.intp).reshape(-1), axis=0)
         return rows_ND.reshape(x.shape[0], x.shape[1] * self.embed_dim), (x,)
 
     def backward_input(
@@ -270,38 +297,77 @@ class Embedding(PlainBackward):
         Notes
         -----
         Scratch: one copy of `dy`, its slices sorted by id. Adding sorted runs is 5 times faster
-        than `np.add.at` and its order of additions does not depend on the NumPy version.
+        than `np.add.at` and its order of additions does not depend on the NumPy version. Every id
+        gets a run, of no slices if it does not occur: so the memory depends on shapes alone.
         """
         (ids_BK,) = saved
-        dy = ctx.wide(kept[0])
-        dweight_VD = np.zeros((self.vocab_size, self.embed_dim), dtype=dy.dtype)
-        ids_N = ids_BK.reshape(-1)
-        if ids_N.size:
-            order_N = np.argsort(ids_N, kind="stable")
-            sorted_N = ids_N[order_N]
-            starts_U = np.flatnonzero(sorted_N[1:] != sorted_N[:-1]) + 1
-            starts_U = np.concatenate((np.zeros(1, dtype=starts_U.dtype), starts_U))
-            dy_ND = dy.reshape(ids_N.size, self.embed_dim)[order_N]
-            dweight_VD[sorted_N[starts_U]] = np.add.reduceat(dy_ND, starts_U, axis=0)
+        (dy,) = kept
+        ids_N = ids_BK.astype(np.intp).reshape(-1)
+        wide = wide_dtype(dy.dtype)
+        dweight_VD = np.zeros((self.vocab_size, self.embed_dim), dtype=wide)
+        if not ids_N.size:
+            return {"weight": dweight_VD}
+        order_N = np.argsort(ids_N, kind="stable")
+        dy_ND = np.take(dy.reshape(ids_N.size, self.embed_dim), order_N, axis=0)
+        dy_ND = ctx.wide(dy_ND)
+        ids_N = ids_N[order_N]
+        del order_N
+        bounds_V1 = np.searchsorted(ids_N, np.arange(self.vocab_size + 1))
+        num_runs = int(ids_N[-1]) + 1  # those above would start behind the last slice
+        np.add.reduceat(dy_ND, bounds_V1[:num_runs], axis=0, out=dweight_VD[:num_runs])
+        # An empty run gives the slice at its start.
+        empty_V = bounds_V1[:-1] == bounds_V1[1:]
+        np.copyto(dweight_VD, _ZERO[wide], where=empty_V[:, np.newaxis])
         return {"weight": dweight_VD}
 
-    def spec(self, x_shape: tuple[int, ...], dtype: np.dtype, name: str) -> LayerSpec:
+    def spec(
+        self,
+        x_shape: tuple[int, ...],
+        dtype: np.dtype,
+        name: str,
+        conditions: Conditions = Conditions(),
+    ) -> LayerSpec:
         """Return the costs for ids of shape `x_shape` (B, K).
 
         `input_bytes` counts the smallest unsigned integer dtype that holds V - 1, the one the
         data sets deliver (uint8 for bytes).
         """
         num_rows, window = x_shape
-        num_out = num_rows * window * self.embed_dim
-        id_bytes = np.min_scalar_type(self.vocab_size - 1).itemsize
+        num_ids = num_rows * window
+        num_out = num_ids * self.embed_dim
+        output_bytes = num_out * np.dtype(dtype).itemsize
+        table_bytes = self.vocab_size * self.embed_dim * wide_dtype(dtype).itemsize
         return LayerSpec(
             params=(ParamSpec(name=f"{name}.weight", shape=(self.vocab_size, self.embed_dim)),),
             forward_flops=0,
             backward_flops=num_out,
             output_shape=(num_rows, window * self.embed_dim),
-            input_bytes=num_rows * window * id_bytes,
-            output_bytes=num_out * np.dtype(dtype).itemsize,
+            input_bytes=num_ids * np.min_scalar_type(self.vocab_size - 1).itemsize,
+            output_bytes=output_bytes,
+            forward_peak_bytes=num_ids * _INTP + output_bytes,
+            weight_peak_bytes=self._weight_peak(num_ids, dtype, conditions),
+            grad_bytes=table_bytes,
         )
+
+    def _weight_peak(self, num_ids: int, dtype: np.dtype, conditions: Conditions) -> int:
+        """Walk backward_weight."""
+        num_out = num_ids * self.embed_dim
+        stored, wide = np.dtype(dtype).itemsize, wide_dtype(dtype).itemsize
+        tape = Tape()
+        tape.new(num_ids * _INTP, self.vocab_size * self.embed_dim * wide)  # ids, dweight
+        if not num_ids:
+            return tape.peak
+        tape.new(num_ids * _INTP)  # order
+        tape.new(num_out * stored)
+        if kernel_memory.widen(tape, num_out, dtype, conditions):
+            tape.free(num_out * stored)
+        tape.new(num_ids * _INTP)  # sorted ids
+        tape.free(2 * num_ids * _INTP)  # ids as they came, order
+        bounds_bytes = (self.vocab_size + 1) * _INTP
+        tape.new(bounds_bytes, bounds_bytes)  # range, bounds
+        tape.free(bounds_bytes)
+        tape.new(self.vocab_size)  # empty
+        return tape.peak
 
 
 @dataclass(frozen=True)
@@ -344,6 +410,13 @@ class Linear(PlainBackward):
             "bias": np.zeros(self.out_features, dtype=dtype),
         }
 
+    def initial(self, local: str) -> Initial:
+        """Return how a parameter starts."""
+        if local == "bias":
+            return Initial()
+        sizes = self.in_features + (0 if self.init_scheme == "he" else self.out_features)
+        return Initial(scale=math.sqrt(2.0 / sizes))
+
     def forward(self, params: Arrays, x: np.ndarray, ctx: LayerContext) -> tuple[np.ndarray, Saved]:
         """Return ``x @ weight + bias``.
 
@@ -384,12 +457,36 @@ class Linear(PlainBackward):
         x_BI, dy_BO = ctx.wide(x_BI), ctx.wide(dy_BO)
         return {"weight": x_BI.T @ dy_BO, "bias": np.add.reduce(dy_BO, axis=0)}
 
-    def spec(self, x_shape: tuple[int, ...], dtype: np.dtype, name: str) -> LayerSpec:
+    def spec(
+        self,
+        x_shape: tuple[int, ...],
+        dtype: np.dtype,
+        name: str,
+        conditions: Conditions = Conditions(),
+    ) -> LayerSpec:
         """Return the costs for an input of shape `x_shape` (B, I)."""
         num_rows = x_shape[0]
-        itemsize = np.dtype(dtype).itemsize
-        matmul_flops = 2 * num_rows * self.in_features * self.out_features
-        num_out = num_rows * self.out_features
+        itemsize, wide = np.dtype(dtype).itemsize, wide_dtype(dtype).itemsize
+        num_in, num_out = num_rows * self.in_features, num_rows * self.out_features
+        num_weights = self.in_features * self.out_features
+        matmul_flops = 2 * num_rows * num_weights
+
+        def product_peak(num_left: int, num_result: int, num_added: int = 0) -> int:
+            """Walk a product with the weight: widen both, multiply, add, narrow."""
+            tape = Tape()
+            left = kernel_memory.widen(tape, num_left, dtype, conditions)
+            left += kernel_memory.widen(tape, num_weights, dtype, conditions)
+            tape.new(num_result * wide)
+            tape.free(left)
+            tape.free(kernel_memory.widen(tape, num_added, dtype, conditions))
+            kernel_memory.narrow_result(tape, num_result, dtype, conditions)
+            return tape.peak
+
+        grad_bytes = (num_weights + self.out_features) * wide
+        tape = Tape()
+        kernel_memory.widen(tape, num_in, dtype, conditions)
+        kernel_memory.widen(tape, num_out, dtype, conditions)
+        tape.new(grad_bytes)
         return LayerSpec(
             params=(
                 ParamSpec(name=f"{name}.weight", shape=(self.in_features, self.out_features)),
@@ -398,9 +495,13 @@ class Linear(PlainBackward):
             forward_flops=matmul_flops + num_out,
             backward_flops=matmul_flops * (1 + self.input_grad) + num_out,
             output_shape=(num_rows, self.out_features),
-            input_bytes=num_rows * self.in_features * itemsize,
+            input_bytes=num_in * itemsize,
             output_bytes=num_out * itemsize,
             saves_input=True,
+            forward_peak_bytes=product_peak(num_in, num_out, self.out_features),
+            input_peak_bytes=product_peak(num_out, num_in) if self.input_grad else 0,
+            weight_peak_bytes=tape.peak,
+            grad_bytes=grad_bytes,
         )
 
 
@@ -445,7 +546,12 @@ class Activation(NoParams):
         """
         if self.kind == "gelu":
             return ctx.narrow(ctx.kernels.gelu(ctx.wide(x)), x.dtype), (x,)
-        y = np.maximum(ctx.wide(x), 0) if self.kind == "relu" else np.tanh(ctx.wide(x))
+        wide = ctx.wide(x)
+        y = np.empty(x.shape, dtype=x.dtype) if wide is x else wide
+        if self.kind == "relu":
+            np.maximum(wide, _ZERO[wide.dtype], out=y)
+        else:
+            np.tanh(wide, out=y)
         y = ctx.narrow(y, x.dtype)
         return y, (y,)
 
@@ -455,19 +561,30 @@ class Activation(NoParams):
         """Return ``(dx, ())``, dx of shape (B, F) and dy's dtype."""
         (kept_BF,) = saved
         assert dy.dtype == kept_BF.dtype, (dy.dtype, kept_BF.dtype)
-        kept_BF, wide_dy = ctx.wide(kept_BF), ctx.wide(dy)
+        wide = wide_dtype(dy.dtype)
+        # A copy made by widening is changed in place.
         if self.kind == "relu":
+            is_positive = ctx.wide(kept_BF) > _ZERO[wide]
+            dx = ctx.wide(dy)
             # A boolean factor keeps the dtype; it is 15 times faster here than np.where.
-            dx = wide_dy * (kept_BF > 0)
+            dx = np.multiply(dx, is_positive, out=None if dx is dy else dx)
+            del is_positive
         elif self.kind == "tanh":
-            dx = kept_BF * kept_BF
-            np.subtract(1, dx, out=dx)
-            dx *= wide_dy
+            dx = ctx.wide(kept_BF)
+            dx = np.multiply(dx, dx, out=None if dx is kept_BF else dx)
+            np.subtract(_ONE[wide], dx, out=dx)
+            dx *= ctx.wide(dy)
         else:
-            dx = ctx.kernels.gelu_backward(wide_dy, kept_BF)
+            dx = ctx.kernels.gelu_backward(ctx.wide(dy), ctx.wide(kept_BF))
         return ctx.narrow(dx, dy.dtype), ()
 
-    def spec(self, x_shape: tuple[int, ...], dtype: np.dtype, name: str) -> LayerSpec:
+    def spec(
+        self,
+        x_shape: tuple[int, ...],
+        dtype: np.dtype,
+        name: str,
+        conditions: Conditions = Conditions(),
+    ) -> LayerSpec:
         """Return the costs for an input of shape `x_shape`; one pass per element is one flop."""
         num_elements = math.prod(x_shape)
         num_bytes = num_elements * np.dtype(dtype).itemsize
@@ -482,4 +599,42 @@ class Activation(NoParams):
             output_bytes=num_bytes,
             saves_input=self.kind == "gelu",
             saves_output=self.kind != "gelu",
+            forward_peak_bytes=self._forward_peak(num_elements, dtype, conditions),
+            input_peak_bytes=self._input_peak(num_elements, dtype, conditions),
         )
+
+    def _forward_peak(self, size: int, dtype: np.dtype, conditions: Conditions) -> int:
+        """Walk forward."""
+        wide = wide_dtype(dtype).itemsize
+        tape = Tape()
+        copied = kernel_memory.widen(tape, size, dtype, conditions)
+        if self.kind == "gelu":
+            tape.call(kernel_memory.gelu_peak(size, wide, conditions), left=size * wide)
+            tape.free(copied)
+        elif not copied:
+            tape.new(size * wide)
+        kernel_memory.narrow_result(tape, size, dtype, conditions)
+        return tape.peak
+
+    def _input_peak(self, size: int, dtype: np.dtype, conditions: Conditions) -> int:
+        """Walk backward_input."""
+        wide = wide_dtype(dtype).itemsize
+        tape = Tape()
+        if self.kind == "relu":
+            copied = kernel_memory.widen(tape, size, dtype, conditions)
+            tape.new(size)  # is_positive
+            tape.free(copied)
+            if not kernel_memory.widen(tape, size, dtype, conditions):
+                tape.new(size * wide)
+            tape.free(size)
+        elif self.kind == "tanh":
+            if not kernel_memory.widen(tape, size, dtype, conditions):
+                tape.new(size * wide)
+            tape.free(kernel_memory.widen(tape, size, dtype, conditions))
+        else:
+            copied = kernel_memory.widen(tape, size, dtype, conditions)
+            copied += kernel_memory.widen(tape, size, dtype, conditions)
+            tape.call(kernel_memory.gelu_backward_peak(size, wide, conditions), left=size * wide)
+            tape.free(copied)
+        kernel_memory.narrow_result(tape, size, dtype, conditions)
+        return tape.peak

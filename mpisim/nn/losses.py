@@ -16,10 +16,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpisim.errors import BatchError
-from mpisim.layouts.specs import LayerSpec
+from mpisim.layouts.specs import Conditions, LayerSpec, Tape
+from mpisim.nn import kernel_memory
 from mpisim.nn.arrays import as_rows, wide_dtype
 from mpisim.nn.layers import Arrays, LayerContext, NoParams, Saved, TokenTable
 from mpisim.nn.numerics import squared_norm, tile_slices
+
+_INTP = np.dtype(np.intp).itemsize
+_SCALAR = 8
+"""NumPy makes an array for a moment when it turns a Python number into a scalar."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class SoftmaxCrossEntropy(NoParams):
     after subtracting each row's maximum, so that no exponential overflows.
 
     Saved: the softmax probabilities, shape (B, C), and the number of rows whose most probable class
-    is the target, an integer of shape (). The logits can be freed.
+    is the target, an integer scalar. The logits can be freed.
 
     Backward: ``dx = seed * (probabilities - one_hot(target))``.
     """
@@ -54,36 +59,49 @@ class SoftmaxCrossEntropy(NoParams):
 
         Returns
         -------
-        y : ndarray of shape (), float64
-            Sum of the losses of the rows, nats; 0 for zero rows.
-        saved : (probabilities, hits), shapes (B, C) and (), x's dtype and int64
+        y : numpy.float64
+            Sum of the losses of the rows, nats; 0 for zero rows. A scalar has no buffer to count.
+        saved : (probabilities, hits), ndarray of shape (B, C) and x's dtype, and numpy.int64
 
         Raises
         ------
         ValueError
             The targets are missing, of another length, not integer, or out of range.
         """
-        targets_B = self._checked_targets(x, ctx)
-        wide_BC = ctx.wide(x)
-        probs_BC = wide_BC - np.max(wide_BC, axis=1, keepdims=True)
-        picked_B = probs_BC[np.arange(x.shape[0]), targets_B]
+        # One dtype on both sides of an operation: NumPy converts small arrays as a whole.
+        targets_B = self._checked_targets(x, ctx).astype(np.intp)
+        probs_BC = ctx.wide(x)
+        largest_B1 = np.max(probs_BC, axis=1, keepdims=True)
+        # A copy made by widening is changed in place.
+        probs_BC = np.subtract(probs_BC, largest_B1, out=None if probs_BC is x else probs_BC)
+        del largest_B1
+        picked_B = probs_BC[np.arange(x.shape[0]), targets_B].astype(np.float64)
         np.exp(probs_BC, out=probs_BC)
         sums_B = np.add.reduce(probs_BC, axis=1)
         probs_BC /= sums_B[:, np.newaxis]
-        losses_B = np.log(sums_B.astype(np.float64))
+        losses_B = sums_B.astype(np.float64)
+        np.log(losses_B, out=losses_B)
         losses_B -= picked_B
+        loss = np.float64(np.add.reduce(losses_B))
+        del picked_B, sums_B, losses_B
         # Counted before rounding: 16-bit probabilities tie where the logits do not.
-        hits = np.asarray(self.num_correct(probs_BC, targets_B), dtype=np.int64)
-        return np.asarray(np.add.reduce(losses_B)), (ctx.narrow(probs_BC, x.dtype), hits)
+        hits = np.int64(self.num_correct(probs_BC, targets_B))
+        del targets_B
+        return loss, (ctx.narrow(probs_BC, x.dtype), hits)
 
     def backward_input(
         self, params: Arrays, saved: Saved, dy: np.ndarray | float, ctx: LayerContext
     ) -> tuple[np.ndarray, Saved]:
         """Return ``(dx, ())``: dx of shape (B, C) in the logits' dtype; `dy` is the scalar seed."""
         probs_BC, _ = saved
-        seed = float(dy)
-        dx_BC = ctx.wide(probs_BC) * seed
-        dx_BC[np.arange(dx_BC.shape[0]), ctx.targets] -= seed
+        dx_BC = ctx.wide(probs_BC)
+        seed = np.array(float(dy), dtype=dx_BC.dtype)
+        dx_BC = np.multiply(dx_BC, seed, out=None if dx_BC is probs_BC else dx_BC)
+        places = np.arange(len(dx_BC)), ctx.targets.astype(np.intp)
+        picked_B = dx_BC[places]
+        picked_B -= seed
+        dx_BC[places] = picked_B
+        del places, picked_B, seed
         return ctx.narrow(dx_BC, probs_BC.dtype), ()
 
     def num_correct(self, scores: np.ndarray, targets: np.ndarray) -> int:
@@ -103,7 +121,13 @@ class SoftmaxCrossEntropy(NoParams):
         """
         return int(np.count_nonzero(np.argmax(scores, axis=1) == targets))
 
-    def spec(self, x_shape: tuple[int, ...], dtype: np.dtype, name: str) -> LayerSpec:
+    def spec(
+        self,
+        x_shape: tuple[int, ...],
+        dtype: np.dtype,
+        name: str,
+        conditions: Conditions = Conditions(),
+    ) -> LayerSpec:
         """Return the costs for logits of shape `x_shape` (B, C)."""
         num_elements = x_shape[0] * self.num_classes
         num_bytes = num_elements * np.dtype(dtype).itemsize
@@ -114,7 +138,45 @@ class SoftmaxCrossEntropy(NoParams):
             input_bytes=num_bytes,
             output_bytes=8,
             extra_saved_bytes=num_bytes,
+            forward_peak_bytes=self._forward_peak(x_shape[0], dtype, conditions),
+            input_peak_bytes=self._input_peak(x_shape[0], dtype, conditions),
         )
+
+    def _forward_peak(self, num_rows: int, dtype: np.dtype, conditions: Conditions) -> int:
+        """Walk forward."""
+        num_elements, wide = num_rows * self.num_classes, wide_dtype(dtype).itemsize
+        ids, losses = num_rows * _INTP, num_rows * 8
+        tape = Tape()
+        tape.new(ids)  # targets
+        copied = kernel_memory.widen(tape, num_elements, dtype, conditions)
+        tape.new(num_rows * wide)  # largest
+        if not copied:
+            tape.new(num_elements * wide)
+        tape.free(num_rows * wide)
+        tape.new(ids, num_rows * wide)  # rows, picked
+        tape.free(ids)
+        tape.new(losses)  # picked as float64
+        tape.free(num_rows * wide)
+        tape.new(num_rows * wide, losses, 8 * (num_rows > 0))  # sums, losses, their sum
+        tape.free(num_rows * wide, losses, losses, 8 * (num_rows > 0))
+        tape.new(ids, num_rows)  # best, whether it is the target
+        tape.free(ids, num_rows, ids)
+        kernel_memory.narrow_result(tape, num_elements, dtype, conditions)
+        return tape.peak
+
+    def _input_peak(self, num_rows: int, dtype: np.dtype, conditions: Conditions) -> int:
+        """Walk backward_input."""
+        num_elements, wide = num_rows * self.num_classes, wide_dtype(dtype).itemsize
+        tape = Tape()
+        copied = kernel_memory.widen(tape, num_elements, dtype, conditions)
+        tape.new(wide)  # seed
+        if not copied:
+            tape.new(num_elements * wide)
+        places = num_rows * (2 * _INTP + wide)  # and picked
+        tape.new(places)
+        tape.free(places, wide)
+        kernel_memory.narrow_result(tape, num_elements, dtype, conditions)
+        return tape.peak
 
     def _checked_targets(self, x: np.ndarray, ctx: LayerContext) -> np.ndarray:
         targets_B = ctx.targets
@@ -164,7 +226,7 @@ class MeanSquaredError(NoParams):
 
         Returns
         -------
-        y : ndarray of shape (), float64
+        y : numpy.float64
             Sum of the losses of the rows; 0 for zero rows.
         saved : (difference,), shape (B, T), x's dtype
 
@@ -185,8 +247,12 @@ class MeanSquaredError(NoParams):
                 f"targets must be {x.dtype} of shape {x.shape}; got {got}. "
                 f"Pass one row of targets per row of predictions in LayerContext."
             )
-        difference_BT = ctx.wide(x) - ctx.wide(targets_BT)
-        loss = np.asarray(squared_norm(difference_BT), dtype=np.float64)
+        difference_BT = ctx.wide(x)
+        # A copy made by widening is changed in place.
+        difference_BT = np.subtract(
+            difference_BT, ctx.wide(targets_BT), out=None if difference_BT is x else difference_BT
+        )
+        loss = np.float64(squared_norm(difference_BT))
         return loss, (ctx.narrow(difference_BT, x.dtype),)
 
     def backward_input(
@@ -194,13 +260,38 @@ class MeanSquaredError(NoParams):
     ) -> tuple[np.ndarray, Saved]:
         """Return ``(dx, ())``: dx of shape (B, T) in x's dtype; `dy` is the scalar seed."""
         (difference_BT,) = saved
-        dx_BT = ctx.wide(difference_BT) * (2.0 * float(dy))
+        dx_BT = ctx.wide(difference_BT)
+        factor = np.array(2.0 * float(dy), dtype=dx_BT.dtype)
+        dx_BT = np.multiply(dx_BT, factor, out=None if dx_BT is difference_BT else dx_BT)
+        del factor
         return ctx.narrow(dx_BT, difference_BT.dtype), ()
 
-    def spec(self, x_shape: tuple[int, ...], dtype: np.dtype, name: str) -> LayerSpec:
-        """Return the costs for predictions of shape `x_shape` (B, T)."""
+    def spec(
+        self,
+        x_shape: tuple[int, ...],
+        dtype: np.dtype,
+        name: str,
+        conditions: Conditions = Conditions(),
+    ) -> LayerSpec:
+        """Return the costs for predictions of shape `x_shape` (B, T).
+
+        Targets count as the engine hands them in: float32 beside 16-bit predictions.
+        """
         num_elements = x_shape[0] * x_shape[1]
         num_bytes = num_elements * np.dtype(dtype).itemsize
+        wide = wide_dtype(dtype).itemsize
+        forward, backward = Tape(), Tape()
+        if not kernel_memory.widen(forward, num_elements, dtype, conditions):
+            forward.new(num_elements * wide)
+        # The sum of squares is NumPy's with both kernel sets.
+        forward.call(kernel_memory.squared_norm_peak(num_elements, wide, Conditions()))
+        kernel_memory.narrow_result(forward, num_elements, dtype, conditions)
+        copied = kernel_memory.widen(backward, num_elements, dtype, conditions)
+        backward.new(wide)  # factor
+        if not copied:
+            backward.new(num_elements * wide)
+        backward.free(wide)
+        kernel_memory.narrow_result(backward, num_elements, dtype, conditions)
         return LayerSpec(
             forward_flops=3 * num_elements,
             backward_flops=num_elements,
@@ -208,6 +299,8 @@ class MeanSquaredError(NoParams):
             input_bytes=num_bytes,
             output_bytes=8,
             extra_saved_bytes=num_bytes,
+            forward_peak_bytes=forward.peak,
+            input_peak_bytes=backward.peak,
         )
 
 
@@ -223,7 +316,7 @@ class LanguageHead(TokenTable):
     log(sum over v of exp(logits[n, v])) - logits[n, target[n]]``, in nats.
 
     Saved without chunks: x, shape (B, T, D); the softmax probabilities, shape (N, V); the number
-    of valid targets that have the largest logit, an integer of shape ().
+    of valid targets that have the largest logit, an integer scalar.
 
     Saved with chunks: x and the number. At any time the logits of one chunk of tokens exist, and
     backward computes them again.
@@ -252,7 +345,7 @@ class LanguageHead(TokenTable):
 
         Returns
         -------
-        y : ndarray of shape (), float64
+        y : numpy.float64
             Sum of the losses of the valid targets, nats; 0 without any.
         saved : (x, probabilities, hits), or (x, hits) with chunks
 
@@ -268,10 +361,11 @@ class LanguageHead(TokenTable):
             chunk_loss, chunk_hits = ctx.kernels.cross_entropy(probs_NV, targets_N[chunk])
             loss += chunk_loss
             hits += chunk_hits
-        counted = np.asarray(hits, dtype=np.int64)
+        del weight_VD
+        total, counted = np.float64(loss), np.int64(hits)
         if self.chunk_tokens:
-            return np.asarray(loss, dtype=np.float64), (x, counted)
-        return np.asarray(loss, dtype=np.float64), (x, ctx.narrow(probs_NV, x.dtype), counted)
+            return total, (x, counted)
+        return total, (x, ctx.narrow(probs_NV, x.dtype), counted)
 
     def backward_input(
         self, params: Arrays, saved: Saved, dy: np.ndarray | float, ctx: LayerContext
@@ -289,16 +383,21 @@ class LanguageHead(TokenTable):
             dlogits_NV = ctx.wide(probs_NV) if probs_NV.dtype.itemsize == 2 else probs_NV.copy()
             ctx.kernels.cross_entropy_backward(dlogits_NV, targets_N, seed)
             kept_NV = ctx.narrow(dlogits_NV, x.dtype)
+            del dlogits_NV
             dx_ND = ctx.wide(kept_NV) @ weight_VD
+            del weight_VD
             return ctx.narrow(dx_ND, x.dtype).reshape(x.shape), (kept_NV,)
         x_ND = as_rows(x)
         dx_ND = np.empty(x_ND.shape, dtype=x.dtype)
-        dweight_VD = np.zeros_like(weight_VD)
+        dweight_VD = np.zeros(weight_VD.shape, dtype=weight_VD.dtype)
         addend_VD = np.empty_like(weight_VD)
         for chunk, dlogits_NV in self._each_logits(x_ND, weight_VD, ctx):
             ctx.kernels.cross_entropy(dlogits_NV, targets_N[chunk])
             ctx.kernels.cross_entropy_backward(dlogits_NV, targets_N[chunk], seed)
-            dx_ND[chunk] = ctx.narrow(dlogits_NV @ weight_VD, x.dtype)
+            if dx_ND.dtype == weight_VD.dtype:
+                np.matmul(dlogits_NV, weight_VD, out=dx_ND[chunk])
+            else:
+                dx_ND[chunk] = ctx.narrow(dlogits_NV @ weight_VD, x.dtype)
             np.matmul(dlogits_NV.T, ctx.wide(x_ND[chunk]), out=addend_VD)
             dweight_VD += addend_VD
         return dx_ND.reshape(x.shape), (dweight_VD,)
@@ -325,7 +424,13 @@ class LanguageHead(TokenTable):
         """Return how many valid targets had the largest logit, from what forward saved."""
         return int(saved[-1])
 
-    def spec(self, x_shape: tuple[int, ...], dtype: np.dtype, name: str) -> LayerSpec:
+    def spec(
+        self,
+        x_shape: tuple[int, ...],
+        dtype: np.dtype,
+        name: str,
+        conditions: Conditions = Conditions(),
+    ) -> LayerSpec:
         """Return the costs for an input of shape `x_shape` (B, T, D)."""
         num_tokens = math.prod(x_shape[:-1])
         itemsize = np.dtype(dtype).itemsize
@@ -334,6 +439,7 @@ class LanguageHead(TokenTable):
         logits_flops = matmul_flops + 5 * num_logits
         chunked = self.chunk_tokens > 0
         weight_bytes = self.vocab_size * self.d_model * wide_dtype(dtype).itemsize
+        input_peak = self._chunked_input_peak if chunked else self._input_peak
         return LayerSpec(
             params=(self.table_spec(name),),
             forward_flops=logits_flops,
@@ -344,7 +450,77 @@ class LanguageHead(TokenTable):
             saves_input=True,
             extra_saved_bytes=0 if chunked else num_logits * itemsize,
             kept_bytes=weight_bytes if chunked else num_logits * itemsize,
+            forward_peak_bytes=self._forward_peak(num_tokens, dtype, conditions),
+            input_peak_bytes=input_peak(num_tokens, dtype, conditions),
+            weight_peak_bytes=0 if chunked else self._weight_peak(num_tokens, dtype, conditions),
+            grad_bytes=0 if chunked else weight_bytes,
         )
+
+    def _num_weights(self) -> int:
+        return self.vocab_size * self.d_model
+
+    def _chunk_of(self, num_tokens: int) -> int:
+        """Return the tokens of the largest chunk."""
+        return min(self.chunk_tokens or num_tokens, num_tokens)
+
+    def _forward_peak(self, num_tokens: int, dtype: np.dtype, conditions: Conditions) -> int:
+        """Walk forward; the first chunk is the largest."""
+        wide, chunk = wide_dtype(dtype).itemsize, self._chunk_of(num_tokens)
+        tape = Tape()
+        weight = kernel_memory.widen(tape, self._num_weights(), dtype, conditions)
+        tape.new(chunk * self.vocab_size * wide)
+        tape.free(kernel_memory.widen(tape, chunk * self.d_model, dtype, conditions))
+        tape.call(kernel_memory.cross_entropy_peak(chunk, self.vocab_size, wide, conditions))
+        tape.free(weight)
+        tape.call(_SCALAR)
+        if not self.chunk_tokens:
+            kernel_memory.narrow_result(tape, chunk * self.vocab_size, dtype, conditions)
+        return tape.peak
+
+    def _input_peak(self, num_tokens: int, dtype: np.dtype, conditions: Conditions) -> int:
+        """Walk backward_input without chunks."""
+        wide, num_logits = wide_dtype(dtype).itemsize, num_tokens * self.vocab_size
+        tape = Tape()
+        weight = kernel_memory.widen(tape, self._num_weights(), dtype, conditions)
+        if not kernel_memory.widen(tape, num_logits, dtype, conditions):
+            tape.new(num_logits * wide)
+        tape.call(
+            kernel_memory.cross_entropy_backward_peak(num_tokens, self.vocab_size, wide, conditions)
+        )
+        kernel_memory.narrow_result(tape, num_logits, dtype, conditions)
+        kept = kernel_memory.widen(tape, num_logits, dtype, conditions)
+        tape.new(num_tokens * self.d_model * wide)
+        tape.free(kept, weight)
+        kernel_memory.narrow_result(tape, num_tokens * self.d_model, dtype, conditions)
+        return tape.peak
+
+    def _chunked_input_peak(self, num_tokens: int, dtype: np.dtype, conditions: Conditions) -> int:
+        """Walk backward_input with chunks; the first chunk is the largest."""
+        wide, chunk = wide_dtype(dtype).itemsize, self._chunk_of(num_tokens)
+        num_in = chunk * self.d_model
+        tape = Tape()
+        kernel_memory.widen(tape, self._num_weights(), dtype, conditions)
+        tape.new(num_tokens * self.d_model * np.dtype(dtype).itemsize)  # dx
+        tape.new(2 * self._num_weights() * wide)  # dweight, addend
+        tape.new(chunk * self.vocab_size * wide)
+        tape.free(kernel_memory.widen(tape, num_in, dtype, conditions))
+        tape.call(kernel_memory.cross_entropy_peak(chunk, self.vocab_size, wide, conditions))
+        tape.call(
+            kernel_memory.cross_entropy_backward_peak(chunk, self.vocab_size, wide, conditions)
+        )
+        if np.dtype(dtype).itemsize == 2:
+            tape.new(num_in * wide)
+            tape.free(kernel_memory.narrow(tape, num_in, dtype, conditions), num_in * wide)
+        kernel_memory.widen(tape, num_in, dtype, conditions)
+        return tape.peak
+
+    def _weight_peak(self, num_tokens: int, dtype: np.dtype, conditions: Conditions) -> int:
+        """Walk backward_weight without chunks."""
+        tape = Tape()
+        kernel_memory.widen(tape, num_tokens * self.vocab_size, dtype, conditions)
+        kernel_memory.widen(tape, num_tokens * self.d_model, dtype, conditions)
+        tape.new(self._num_weights() * wide_dtype(dtype).itemsize)
+        return tape.peak
 
     def _checked_targets(self, x: np.ndarray, ctx: LayerContext) -> np.ndarray:
         targets = ctx.targets

@@ -7,12 +7,12 @@ The engine runs the blocks, `plan` and `cost` read `Model.spec`. No arrays live 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
 from mpisim.errors import ConfigError
-from mpisim.layouts.specs import BlockSpec, ParamSpec
+from mpisim.layouts.specs import BlockSpec, Conditions, ParamSpec
 from mpisim.nn.blocks import Block, BlockSaved
 from mpisim.nn.layers import Activation, ActivationKind, Arrays, Embedding, Linear
 from mpisim.nn.losses import LanguageHead, MeanSquaredError, SoftmaxCrossEntropy
@@ -56,7 +56,11 @@ class Model:
         return sum(isinstance(layer, Dropout) for block in self.blocks for _, layer in block.layers)
 
     def spec(
-        self, batch_rows: int, dtype: np.dtype, length: int | None = None
+        self,
+        batch_rows: int,
+        dtype: np.dtype,
+        length: int | None = None,
+        conditions: Conditions = Conditions(),
     ) -> tuple[BlockSpec, ...]:
         """Return the costs of every block for a microbatch.
 
@@ -68,6 +72,8 @@ class Model:
             Of parameters and activations: float32, float64, float16 or bfloat16.
         length : int, optional
             Tokens per row of the microbatch, padding included; `input_width` without.
+        conditions : Conditions
+            What working memory depends on beside shapes and dtype.
 
         Returns
         -------
@@ -77,13 +83,28 @@ class Model:
         specs = []
         x_shape: tuple[int, ...] = (batch_rows, self.input_width if length is None else length)
         for block in self.blocks:
-            specs.append(block.spec(x_shape, dtype))
+            specs.append(block.spec(x_shape, dtype, conditions))
             x_shape = specs[-1].output_shape
         return tuple(specs)
 
     def param_specs(self) -> tuple[ParamSpec, ...]:
         """Return all parameters with their full names, in registration order."""
         return tuple(param for block in self.spec(1, np.dtype("f4")) for param in block.params)
+
+    def tables(self, dtype: np.dtype) -> tuple[np.ndarray, ...]:
+        """Return the constant arrays that layers share, each once; the first call makes them."""
+        found: dict[int, np.ndarray] = {}
+        for block in self.blocks:
+            for _, layer in block.layers:
+                if isinstance(layer, TableLayer):
+                    found |= {id(table): table for table in layer.tables(dtype)}
+        return tuple(found.values())
+
+    def tables_bytes(self, dtype: np.dtype) -> int:
+        """Return the `nbytes` of `tables`, without making them."""
+        layers = {layer for block in self.blocks for _, layer in block.layers}
+        sizes = {layer.tables_bytes(dtype) for layer in layers if isinstance(layer, TableLayer)}
+        return sum(sizes)
 
     def split_params(self, params: Arrays) -> tuple[Arrays, ...]:
         """Sort arrays keyed by full name into one dict per block, keyed within the block.
@@ -110,7 +131,7 @@ class Model:
         Parameters
         ----------
         saved : tuple of tuple of ndarray
-            What the last block's forward saved.
+            What the last block's forward saved, whatever it kept.
 
         Returns
         -------
@@ -120,6 +141,19 @@ class Model:
         if isinstance(self.loss_layer, MeanSquaredError):
             return None
         return int(saved[-1][-1])
+
+
+@runtime_checkable
+class TableLayer(Protocol):
+    """What a layer offers that reads constant arrays, equal for all layers of its kind."""
+
+    def tables(self, dtype: np.dtype) -> tuple[np.ndarray, ...]:
+        """Return them for arrays of `dtype`."""
+        ...
+
+    def tables_bytes(self, dtype: np.dtype) -> int:
+        """Return their `nbytes`."""
+        ...
 
 
 def build_mlp(

@@ -12,6 +12,10 @@ import numpy as np
 
 TILE_ELEMENTS = 16384
 """Elements per tile: 64 KiB of float32, 128 KiB of float64; fits the second-level cache."""
+ROW_TILE = 2 * TILE_ELEMENTS
+"""Elements of a tile of whole rows: reductions of short rows gain from fewer, longer calls."""
+ROW_BLOCK = 32
+"""Rows of attention weights handled together: they share the columns that none of them sees."""
 
 
 def tile_slices(count: int, tile: int = TILE_ELEMENTS) -> Iterator[slice]:
@@ -46,13 +50,15 @@ def flat_view(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1)
 
 
-def squared_norm(grad: np.ndarray) -> float:
+def squared_norm(grad: np.ndarray, scratch: np.ndarray | None = None) -> float:
     """Return the sum of squares of all elements, accumulated in float64.
 
     Parameters
     ----------
     grad : ndarray, float32 or float64
         Any shape. Not modified.
+    scratch : ndarray of shape (s,), float64, s >= 1, optional
+        Working space for float32, used up to one tile; without it one tile is allocated.
 
     Returns
     -------
@@ -62,14 +68,18 @@ def squared_norm(grad: np.ndarray) -> float:
     Notes
     -----
     float32 values are widened tile by tile, so values up to the float32 maximum neither overflow
-    nor need a float64 copy of the whole array. Scratch: one tile (128 KiB), none for float64.
+    nor need a float64 copy of the whole array. Other bits with a `scratch` below one tile.
     """
     flat = grad.reshape(-1)
+    if not flat.size:
+        return 0.0
     if flat.dtype == np.float64:
         return float(np.dot(flat, flat))
-    scratch = np.empty(min(flat.size, TILE_ELEMENTS), dtype=np.float64)
+    if scratch is None:
+        scratch = np.empty(min(flat.size, TILE_ELEMENTS), dtype=np.float64)
+    scratch = scratch[:TILE_ELEMENTS]
     total = 0.0
-    for tile in tile_slices(flat.size):
+    for tile in tile_slices(flat.size, scratch.size):
         wide = scratch[: tile.stop - tile.start]
         np.copyto(wide, flat[tile])
         total += float(np.dot(wide, wide))

@@ -61,7 +61,7 @@ def sgd_update(
         Factor applied to the gradient first: clipping, and the inverse of the loss scale.
     scratch : ndarray of shape (s,), same dtype, optional
         Working space of any length >= 1, used up to one tile (16384 elements); without it that
-        much is allocated.
+        much is allocated. With it one element is allocated at a time, for scalar operands.
 
     Raises
     ------
@@ -80,17 +80,21 @@ def sgd_update(
             f"{momentum}. Allocate zeros like the parameter."
         )
     flats, scratch = _checked(arrays, scratch)
-    lr, momentum, weight_decay = float(lr), float(momentum), float(weight_decay)
-    grad_scale = float(grad_scale)
+    if not param.size:
+        return
+    real = param.dtype.type
+    decays, scaled = float(weight_decay) != 0.0, float(grad_scale) != 1.0
+    decay = real(float(weight_decay) / float(grad_scale))
+    lr, momentum, grad_scale = real(lr), real(momentum), real(grad_scale)
     for tile in tile_slices(param.size, scratch.size):
         p, addend = flats[0][tile], flats[1][tile]
         work = scratch[: p.size]
-        if weight_decay:
+        if decays:
             # The scale is applied to the sum, so that one tile of scratch is enough.
-            np.multiply(p, weight_decay / grad_scale, out=work)
+            np.multiply(p, decay, out=work)
             work += addend
             addend = work
-        if grad_scale != 1.0:
+        if scaled:
             addend = np.multiply(addend, grad_scale, out=work)
         if velocity is not None:
             v = flats[2][tile]
@@ -141,8 +145,9 @@ def adamw_update(
     grad_scale : float, default 1
         Factor applied to the gradient first: clipping, and the inverse of the loss scale.
     scratch : ndarray of shape (s,), same dtype, optional
-        Working space of any length >= 1, used up to one tile (16384 elements); nothing else is
-        allocated. Without it one tile is.
+        Working space of any length >= 1, used up to one tile (16384 elements); without it that
+        much is allocated. With it one element is allocated at a time, for scalar
+        operands.
     kernels : Kernels, optional
         Who computes it; by default NumPy.
 

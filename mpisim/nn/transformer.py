@@ -15,9 +15,10 @@ from typing import ClassVar
 import numpy as np
 
 from mpisim.errors import BatchError
-from mpisim.layouts.specs import LayerSpec, ParamSpec
-from mpisim.nn.arrays import as_rows, normal_weights, require_length, wide_dtype
-from mpisim.nn.dropout import keep_threshold
+from mpisim.layouts.specs import Conditions, LayerSpec, ParamSpec, Tape
+from mpisim.nn import kernel_memory as memory
+from mpisim.nn.arrays import Initial, as_rows, normal_weights, require_length, wide_dtype
+from mpisim.nn.dropout import STREAM_BYTES, WORD_TILE, keep_threshold
 from mpisim.nn.layers import (
     Arrays,
     LayerContext,
@@ -27,6 +28,7 @@ from mpisim.nn.layers import (
     Saved,
     TokenTable,
 )
+from mpisim.nn.numerics import TILE_ELEMENTS, tile_slices
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,15 @@ class TokenEmbedding(TokenTable):
                 f"token ids must be in 0..{self.vocab_size - 1}; got {int(x.min())}.."
                 f"{int(x.max())}. Check the tokenizer, or set model.vocab_size."
             )
-        return np.take(params["weight"], x, axis=0), (x,)
+        y = np.empty((*x.shape, self.d_model), dtype=params["weight"].dtype)
+        y_ND, ids_N = y.reshape(x.size, self.d_model), x.reshape(-1)
+        # NumPy would copy all ids to its index type, and the output, too, with mode "raise".
+        places = np.empty(min(x.size, TILE_ELEMENTS), dtype=np.intp)
+        for tile in tile_slices(x.size):
+            place = places[: tile.stop - tile.start]
+            np.copyto(place, ids_N[tile], casting="unsafe")
+            np.take(params["weight"], place, axis=0, out=y_ND[tile], mode="clip")
+        return y, (x,)
 
     def backward_input(
         self, params: Arrays, saved: Saved, dy: np.ndarray, ctx: LayerContext
@@ -94,16 +104,31 @@ class TokenEmbedding(TokenTable):
         ids_N = np.ascontiguousarray(ids_BT).reshape(-1)
         return {"weight": ctx.kernels.embedding_backward(ids_N, dy_ND, self.vocab_size)}
 
-    def spec(self, x_shape: tuple[int, ...], dtype: np.dtype, name: str) -> LayerSpec:
+    def spec(
+        self,
+        x_shape: tuple[int, ...],
+        dtype: np.dtype,
+        name: str,
+        conditions: Conditions = Conditions(),
+    ) -> LayerSpec:
         """Return the costs for ids of shape `x_shape` (B, T); they count as int32, 4 bytes each."""
         num_tokens = math.prod(x_shape)
         num_out = num_tokens * self.d_model
+        itemsize, wide_itemsize = np.dtype(dtype).itemsize, wide_dtype(dtype).itemsize
+        forward, weight = Tape(), Tape()
+        forward.new(num_out * itemsize, min(num_tokens, TILE_ELEMENTS) * np.intp().itemsize)
+        memory.widen(weight, num_out, dtype, conditions)
+        table_bytes = memory.embedding_backward_peak(self.vocab_size, self.d_model, wide_itemsize)
+        weight.call(peak=table_bytes)
         return LayerSpec(
             params=(self.table_spec(name),),
             backward_flops=num_out,
             output_shape=(*x_shape, self.d_model),
             input_bytes=num_tokens * 4,
-            output_bytes=num_out * np.dtype(dtype).itemsize,
+            output_bytes=num_out * itemsize,
+            forward_peak_bytes=forward.peak,
+            weight_peak_bytes=weight.peak,
+            grad_bytes=table_bytes,
         )
 
 
@@ -136,6 +161,10 @@ class RMSNorm(PlainBackward):
         """Return ``{"weight": (D,)}``, ones."""
         return {"weight": np.ones(self.width, dtype=dtype)}
 
+    def initial(self, local: str) -> Initial:
+        """Return how a parameter starts."""
+        return Initial(constant=1.0)
+
     def forward(self, params: Arrays, x: np.ndarray, ctx: LayerContext) -> tuple[np.ndarray, Saved]:
         """Return ``(y, (x, r))``; y of x's shape (B, T, D) and dtype."""
         y_ND, r_N = ctx.kernels.rms_norm(as_rows(ctx.wide(x)), ctx.wide(params["weight"]), self.eps)
@@ -155,11 +184,36 @@ class RMSNorm(PlainBackward):
         """Return ``{"weight": dweight}``, which backward_input kept."""
         return {"weight": kept[0]}
 
-    def spec(self, x_shape: tuple[int, ...], dtype: np.dtype, name: str) -> LayerSpec:
+    def spec(
+        self,
+        x_shape: tuple[int, ...],
+        dtype: np.dtype,
+        name: str,
+        conditions: Conditions = Conditions(),
+    ) -> LayerSpec:
         """Return the costs for an input of shape `x_shape` (B, T, D)."""
-        num_elements = math.prod(x_shape)
+        num_elements, num_rows = math.prod(x_shape), math.prod(x_shape[:-1])
         num_bytes = num_elements * np.dtype(dtype).itemsize
         wide_itemsize = wide_dtype(dtype).itemsize
+        sizes = (num_rows, self.width, wide_itemsize)
+        forward, backward = Tape(), Tape()
+        widened = memory.widen(forward, num_elements, dtype, conditions)
+        widened += memory.widen(forward, self.width, dtype, conditions)
+        forward.call(
+            peak=memory.rms_norm_peak(*sizes, conditions),
+            left=(num_elements + num_rows) * wide_itemsize,
+        )
+        forward.free(widened)
+        memory.narrow_result(forward, num_elements, dtype, conditions)
+        widened = memory.widen(backward, num_elements, dtype, conditions)
+        widened += memory.widen(backward, num_elements, dtype, conditions)
+        widened += memory.widen(backward, self.width, dtype, conditions)
+        backward.call(
+            peak=memory.rms_norm_backward_peak(*sizes, conditions),
+            left=(num_elements + self.width) * wide_itemsize,
+        )
+        backward.free(widened)
+        memory.narrow_result(backward, num_elements, dtype, conditions)
         return LayerSpec(
             params=(ParamSpec(name=f"{name}.weight", shape=(self.width,)),),
             forward_flops=4 * num_elements,
@@ -168,8 +222,10 @@ class RMSNorm(PlainBackward):
             input_bytes=num_bytes,
             output_bytes=num_bytes,
             saves_input=True,
-            extra_saved_bytes=math.prod(x_shape[:-1]) * wide_itemsize,
+            extra_saved_bytes=num_rows * wide_itemsize,
             kept_bytes=self.width * wide_itemsize,
+            forward_peak_bytes=forward.peak,
+            input_peak_bytes=backward.peak,
         )
 
 
@@ -221,12 +277,17 @@ class Projection(PlainBackward):
             for name, width in self.outs
         }
 
+    def initial(self, local: str) -> Initial:
+        """Return how a parameter starts."""
+        return Initial(scale=self.init_scale / math.sqrt(self.in_features))
+
     def forward(self, params: Arrays, x: np.ndarray, ctx: LayerContext) -> tuple[np.ndarray, Saved]:
         """Return ``(y, (x,))``; y of shape (B, T, C) and x's dtype."""
         x_ND = as_rows(ctx.wide(x))
         y_NC = np.empty((len(x_ND), self.out_features), dtype=x_ND.dtype)
         for name, columns in self._columns():
             np.matmul(x_ND, ctx.wide(params[name]), out=y_NC[:, columns])
+        del x_ND  # before the output is rounded: in 16-bit runs a wide copy
         return ctx.narrow(y_NC, x.dtype).reshape(*x.shape[:-1], self.out_features), (x,)
 
     def backward_input(
@@ -242,6 +303,7 @@ class Projection(PlainBackward):
             for name, columns in self._columns():
                 weight_DC[:, columns] = ctx.wide(params[name])
         dx_ND = dy_NC @ weight_DC.T
+        del dy_NC, weight_DC
         return ctx.narrow(dx_ND, dy.dtype).reshape(*dy.shape[:-1], self.in_features), (dy,)
 
     def backward_weight(self, saved: Saved, kept: Saved, ctx: LayerContext) -> Arrays:
@@ -249,11 +311,18 @@ class Projection(PlainBackward):
         x_ND, dy_NC = as_rows(ctx.wide(saved[0])), as_rows(ctx.wide(kept[0]))
         return {name: x_ND.T @ dy_NC[:, columns] for name, columns in self._columns()}
 
-    def spec(self, x_shape: tuple[int, ...], dtype: np.dtype, name: str) -> LayerSpec:
+    def spec(
+        self,
+        x_shape: tuple[int, ...],
+        dtype: np.dtype,
+        name: str,
+        conditions: Conditions = Conditions(),
+    ) -> LayerSpec:
         """Return the costs for an input of shape `x_shape` (B, T, D)."""
         num_tokens = math.prod(x_shape[:-1])
         itemsize = np.dtype(dtype).itemsize
         matmul_flops = 2 * num_tokens * self.in_features * self.out_features
+        forward, backward, weight = self._tapes(num_tokens, dtype, conditions)
         return LayerSpec(
             params=tuple(
                 ParamSpec(name=f"{name}.{local}", shape=(self.in_features, width))
@@ -265,7 +334,44 @@ class Projection(PlainBackward):
             input_bytes=num_tokens * self.in_features * itemsize,
             output_bytes=num_tokens * self.out_features * itemsize,
             saves_input=True,
+            forward_peak_bytes=forward.peak,
+            input_peak_bytes=backward.peak,
+            weight_peak_bytes=weight.peak,
+            grad_bytes=self.in_features * self.out_features * wide_dtype(dtype).itemsize,
         )
+
+    def _tapes(
+        self, num_tokens: int, dtype: np.dtype, conditions: Conditions
+    ) -> tuple[Tape, Tape, Tape]:
+        """Write down what forward, backward_input and backward_weight allocate."""
+        wide_itemsize = wide_dtype(dtype).itemsize
+        num_in, num_out = num_tokens * self.in_features, num_tokens * self.out_features
+        num_weights = self.in_features * self.out_features
+        forward, backward, weight = Tape(), Tape(), Tape()
+
+        x_bytes = memory.widen(forward, num_in, dtype, conditions)
+        forward.new(num_out * wide_itemsize)
+        for _, width in self.outs:
+            forward.free(memory.widen(forward, self.in_features * width, dtype, conditions))
+        forward.free(x_bytes)
+        memory.narrow_result(forward, num_out, dtype, conditions)
+
+        dy_bytes = memory.widen(backward, num_out, dtype, conditions)
+        if len(self.outs) == 1:
+            weight_bytes = memory.widen(backward, num_weights, dtype, conditions)
+        else:
+            weight_bytes = num_weights * wide_itemsize
+            backward.new(weight_bytes)
+            for _, width in self.outs:
+                backward.free(memory.widen(backward, self.in_features * width, dtype, conditions))
+        backward.new(num_in * wide_itemsize)
+        backward.free(dy_bytes, weight_bytes)
+        memory.narrow_result(backward, num_in, dtype, conditions)
+
+        memory.widen(weight, num_in, dtype, conditions)
+        memory.widen(weight, num_out, dtype, conditions)
+        weight.new(num_weights * wide_itemsize)
+        return forward, backward, weight
 
 
 @dataclass(frozen=True)
@@ -295,10 +401,29 @@ class SwiGLU(NoParams):
         dx = ctx.kernels.swiglu_backward(as_rows(ctx.wide(dy)), as_rows(ctx.wide(x)))
         return ctx.narrow(dx, dy.dtype).reshape(x.shape), ()
 
-    def spec(self, x_shape: tuple[int, ...], dtype: np.dtype, name: str) -> LayerSpec:
+    def spec(
+        self,
+        x_shape: tuple[int, ...],
+        dtype: np.dtype,
+        name: str,
+        conditions: Conditions = Conditions(),
+    ) -> LayerSpec:
         """Return the costs for an input of shape `x_shape` (B, T, 2 F)."""
         num_out = math.prod(x_shape) // 2
-        itemsize = np.dtype(dtype).itemsize
+        itemsize, wide_itemsize = np.dtype(dtype).itemsize, wide_dtype(dtype).itemsize
+        sizes = (math.prod(x_shape[:-1]), x_shape[-1] // 2, wide_itemsize)
+        forward, backward = Tape(), Tape()
+        widened = memory.widen(forward, 2 * num_out, dtype, conditions)
+        forward.call(peak=memory.swiglu_peak(*sizes, conditions), left=num_out * wide_itemsize)
+        forward.free(widened)
+        memory.narrow_result(forward, num_out, dtype, conditions)
+        widened = memory.widen(backward, num_out, dtype, conditions)
+        widened += memory.widen(backward, 2 * num_out, dtype, conditions)
+        backward.call(
+            peak=memory.swiglu_backward_peak(*sizes, conditions), left=2 * num_out * wide_itemsize
+        )
+        backward.free(widened)
+        memory.narrow_result(backward, 2 * num_out, dtype, conditions)
         return LayerSpec(
             forward_flops=5 * num_out,
             backward_flops=11 * num_out,
@@ -306,6 +431,8 @@ class SwiGLU(NoParams):
             input_bytes=2 * num_out * itemsize,
             output_bytes=num_out * itemsize,
             saves_input=True,
+            forward_peak_bytes=forward.peak,
+            input_peak_bytes=backward.peak,
         )
 
 
@@ -340,21 +467,61 @@ class Dropout(NoParams):
     def _masked(self, x: np.ndarray, ctx: LayerContext) -> np.ndarray:
         if ctx.dropout is None:
             return x
-        words = ctx.dropout.words(self.site, x.shape)
-        wide = np.ascontiguousarray(ctx.wide(x))
-        y = ctx.kernels.apply_dropout(
-            wide, words, keep_threshold(self.rate), 1.0 / (1.0 - self.rate)
-        )
-        return ctx.narrow(y, x.dtype)
+        threshold, factor = keep_threshold(self.rate), 1.0 / (1.0 - self.rate)
+        apply, is_half = ctx.kernels.apply_dropout, x.dtype.itemsize == 2
+        wides = np.empty(_tile_words(x.shape), dtype=np.float32) if is_half else None
+        y = np.empty(x.shape, dtype=x.dtype)
+        x_flat, y_flat = np.ascontiguousarray(x).reshape(-1), y.reshape(-1)
+        # Words are twice as large as float32 elements: those of the whole array never exist.
+        for part, words in ctx.dropout.tiles(self.site, x.shape):
+            if is_half:
+                wide = wides[: words.size]
+                ctx.kernels.widen(x_flat[part], out=wide)
+                apply(wide, words, threshold, factor, out=wide)
+                ctx.kernels.narrow(wide, x.dtype, out=y_flat[part])
+            else:
+                apply(x_flat[part], words, threshold, factor, out=y_flat[part])
+            del words  # before the next ones are drawn
+        return y
 
-    def spec(self, x_shape: tuple[int, ...], dtype: np.dtype, name: str) -> LayerSpec:
+    def spec(
+        self,
+        x_shape: tuple[int, ...],
+        dtype: np.dtype,
+        name: str,
+        conditions: Conditions = Conditions(),
+    ) -> LayerSpec:
         """Return the costs for an input of shape `x_shape` (B, T, D); drawing is not counted."""
         num_elements = math.prod(x_shape)
         num_bytes = num_elements * np.dtype(dtype).itemsize
+        tape = Tape()
+        if conditions.dropout:
+            tape.new(num_bytes)
+            num_words = _tile_words(x_shape)
+            if num_words:
+                wide_itemsize = wide_dtype(dtype).itemsize
+                is_half = np.dtype(dtype).itemsize == 2
+                tape.new(num_words * wide_itemsize * is_half)
+                tape.call(peak=STREAM_BYTES)
+                tape.new(num_words * np.uint64().itemsize)
+                tape.call(
+                    peak=memory.apply_dropout_peak(num_words, wide_itemsize, conditions, out=True)
+                )
+                if is_half:
+                    tape.call(peak=memory.widen_peak(num_words, dtype, conditions, out=True))
+                    tape.call(peak=memory.narrow_peak(num_words, dtype, conditions, out=True))
         return LayerSpec(
             forward_flops=num_elements,
             backward_flops=num_elements,
             output_shape=tuple(x_shape),
             input_bytes=num_bytes,
             output_bytes=num_bytes,
+            forward_peak_bytes=tape.peak,
+            input_peak_bytes=tape.peak,
+            passes_through=not conditions.dropout,
         )
+
+
+def _tile_words(shape: tuple[int, ...]) -> int:
+    """Return how many words of a dropout site exist at a time: a tile, at most one row."""
+    return min(math.prod(shape), math.prod(shape[1:]), WORD_TILE)

@@ -7,12 +7,12 @@ reduced, replayed and kept follows from the plan; sizes follow from the block sp
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from mpisim.layouts.metrics import MEMORY_CATEGORIES, METRIC_NAMES
-from mpisim.layouts.specs import BlockSpec
+from mpisim.layouts.specs import BlockSpec, Keep
 from mpisim.layouts.steps import (
     all_reduce_table,
     buffered_count,
@@ -24,9 +24,11 @@ from mpisim.plan.build import BlockSpecs, Plan
 from mpisim.plan.ops import (
     CONTROL_SUMS,
     Backward,
+    CheckGradients,
     Forward,
     LoadBatch,
     Op,
+    OptimizerStep,
     Recompute,
     Reshard,
     StartSync,
@@ -67,6 +69,35 @@ class MemoryForecast:
     at_peak: dict[str, int]
     peak_op: str
     """The op during which the total peaks."""
+    op_temps: list[int] = field(default_factory=list)
+    """Per op of the plan: what it needs at its fullest moment beside what it holds."""
+
+
+def _nothing(*_: object) -> int:
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Working:
+    """What ops need beside what they hold, bytes by sizes: the engine's code in numbers.
+
+    `engine.working` fills it in. What blocks need is in their specs.
+    """
+
+    load: Callable[[int, int | None], int] = _nothing
+    """Loading a microbatch of (rows, tokens per row), beyond the batch that is kept."""
+    compare: Callable[[int], int] = _nothing
+    """Comparing two block outputs of so many bytes."""
+    accumulate: Callable[[int], int] = _nothing
+    """Adding the gradient of a parameter of so many elements to the sum."""
+    start_sync: Callable[[int], int] = _nothing
+    """Rounding a bucket of so many elements for the wire."""
+    wait_sync: Callable[[int], int] = _nothing
+    """Taking this rank's part, so many elements, of a sum."""
+    check: Callable[[int], int] = _nothing
+    """Looking at so many gradients."""
+    update: Callable[[int], int] = _nothing
+    """Updating the part of one parameter, so many elements, that a rank owns."""
 
 
 def predict_memory(
@@ -79,6 +110,7 @@ def predict_memory(
     scratch_bytes: int,
     batch_bytes: Callable[[int, int | None], int],
     data_bytes: int,
+    working: Working | None = None,
 ) -> MemoryForecast:
     """Walk one rank's ops with byte counts.
 
@@ -97,6 +129,8 @@ def predict_memory(
         Bytes of a microbatch of that many rows and tokens per row.
     data_bytes : int
         Bytes that the loaded data set keeps.
+    working : Working, optional
+        By default ops need nothing beside what they hold and what blocks need.
 
     Returns
     -------
@@ -115,10 +149,12 @@ def predict_memory(
         live["comm_buffers"] += whole * itemsizes.wire * itemsizes.has_wire_copy
     live["data"] = data_bytes
     live["temp"] = scratch_bytes
-    walk = _Walk(plan, rank, specs, itemsizes, batch_bytes, live)
+    walk = _Walk(plan, rank, specs, itemsizes, batch_bytes, live, working or Working())
     for op in plan.ranks[rank]:
+        walk.begin()
         if step := _STEPS.get(type(op)):
             step(walk, op)
+        walk.end(op)
     return walk.forecast
 
 
@@ -152,8 +188,9 @@ _CATEGORIES = {"batch": "data", "sums": "grads", "wire": "comm_buffers", "whole"
 class _Walk:
     """What one rank holds while its ops are walked.
 
-    Each method is one kind of op: it holds what the op makes, notes the peak, and drops what the
-    op frees, in the order of `engine.handlers`. A tensor counts from its first holder to its last.
+    Each method is one kind of op: it holds what the op makes and drops what the op frees, in the
+    order of `engine.handlers`, and says what it needs at moments between (`_need_now`, beyond what
+    is held then). A tensor counts from its first holder to its last.
     """
 
     def __init__(
@@ -164,7 +201,9 @@ class _Walk:
         itemsizes: Itemsizes,
         batch_bytes: Callable[[int, int | None], int],
         live: dict[str, int],
+        working: Working,
     ) -> None:
+        self.working = working
         self.plan, self.rank, self.batch_bytes = plan, rank, batch_bytes
         self.itemsizes = itemsizes
         self.specs = [
@@ -178,6 +217,9 @@ class _Walk:
         """(block, microbatch) whose output is the replayed one, beside the first."""
         self.live = live
         self.forecast = MemoryForecast(live, dict(live), sum(live.values()), dict(live), "start")
+        self.own = sum(hi - lo for lo, hi in (owned_range(plan, b, rank) for b in plan.buckets))
+        self.sizes = {param.name: param.size for b in plan.buckets for param in b.params}
+        self._fullest, self._fullest_live, self._need = 0, dict(live), 0
         self._holders: Counter[_Tensor] = Counter()
         self._sizes: dict[_Tensor, int] = {}
 
@@ -185,7 +227,7 @@ class _Walk:
         """Hold the batch until the first block's backward, or an evaluation's last forward."""
         rows, length = self.plan.rows[self.rank][op.micro], self.plan.length(self.rank, op.micro)
         self._hold(_Tensor("batch", op.micro), self.batch_bytes(rows, length))
-        self._note(op)
+        self._need_now(self.working.load(rows, length))
 
     def forward(self, op: Forward) -> None:
         """Hold what the op keeps, and the output, once more if a replay is compared with it.
@@ -194,6 +236,7 @@ class _Walk:
         """
         micro, number, block = self._place(op)
         self.keeps[number, micro] = op.keep
+        self._need_now(block.forward_peak(self._mode(op)))
         if self.plan.kind == "train":
             if op.keep in ("all", "selective"):
                 self._hold_each(self._kept(micro, number, block))
@@ -207,7 +250,6 @@ class _Walk:
             holders = 2 if (op.block, micro) in self.ends else 1
             for _ in range(holders):
                 self._hold(self._output(micro, number), _output_bytes(block))
-        self._note(op)
         if number:
             self._drop(_Tensor("boundary", micro, number))
         if number == self.last and self.plan.kind == "eval":
@@ -222,9 +264,10 @@ class _Walk:
         outputs that are compared.
         """
         micro, number, block = self._place(op)
+        selective = self.keeps[number, micro] == "selective"
+        self._need_now(block.restore_peak() if selective else block.forward_peak())
         self._hold(_Tensor("interior", micro, number), block.interior_bytes)
-        if self.keeps[number, micro] == "selective":
-            self._note(op)
+        if selective:
             self._drop(_Tensor("check", micro, number))
             return
         first = self._output(micro, number)
@@ -233,10 +276,10 @@ class _Walk:
             self.replayed.add((number, micro))
         self._hold_each(self._kept(micro, number, block))
         self._hold(self._output(micro, number), _output_bytes(block))
-        self._note(op)
         if number:
             self._drop(_Tensor("boundary", micro, number))
         if is_compared:
+            self._need_now(self.working.compare(_output_bytes(block)))
             self._drop(self._output(micro, number))
             self._drop(first)
 
@@ -246,6 +289,7 @@ class _Walk:
         Drops what was saved, the gradient of the output, and with the first block the batch.
         """
         micro, number, block = self._place(op)
+        self._need_now(block.backward_peak())
         if number:
             self._hold(_Tensor("grad", micro, number), block.boundary_bytes(0))
         if self.plan.zero >= 2:
@@ -253,7 +297,9 @@ class _Walk:
                 sums = _Tensor("sums", 0, bucket.index)
                 if op.block in bucket.blocks and not self._holders[sums]:
                     self._hold(sums, bucket.count * self.itemsizes.reduce)
-        self._note(op)
+        names = [*(param.name for param in block.params), *block.borrows]
+        adding = max((self.working.accumulate(self.sizes[name]) for name in names), default=0)
+        self._need_now(block.grad_bytes + adding)
         for tensor in self._kept(micro, number, block):
             self._drop(tensor)
         self._drop(_Tensor("interior", micro, number))
@@ -294,11 +340,15 @@ class _Walk:
         """Where gradients are sharded and rounded for the wire, the copy takes their place."""
         if self.plan.zero >= 2 and self.itemsizes.has_wire_copy:
             self._hold(_Tensor("wire", 0, op.bucket), op.count * self.itemsizes.wire)
-            self._note(op)
+            self._need_now(self.working.start_sync(op.count))
             self._drop(_Tensor("sums", 0, op.bucket))
+        elif self.itemsizes.has_wire_copy:
+            self._need_now(self.working.start_sync(op.count))
 
     def wait_sync(self, op: WaitSync) -> None:
         """Drop what was summed, if gradients are sharded: its share is in the rank's shard."""
+        lo, hi = owned_range(self.plan, self.plan.buckets[op.bucket], self.rank)
+        self._need_now(self.working.wait_sync(hi - lo))
         if self.plan.zero >= 2:
             kind = "wire" if self.itemsizes.has_wire_copy else "sums"
             self._drop(_Tensor(kind, 0, op.bucket))
@@ -306,11 +356,32 @@ class _Walk:
     def start_unshard(self, op: StartUnshard) -> None:
         """Hold the bucket's parameters."""
         self._hold(_Tensor("whole", 0, op.bucket), op.count * self.itemsizes.compute)
-        self._note(op)
 
     def reshard(self, op: Reshard) -> None:
         """Drop the bucket's parameters."""
         self._drop(_Tensor("whole", 0, op.bucket))
+
+    def check_gradients(self, op: CheckGradients) -> None:
+        """Look at every gradient that the rank owns."""
+        self._need_now(self.working.check(self.own))
+
+    def optimizer_step(self, op: OptimizerStep) -> None:
+        """Update what the rank owns."""
+        self._need_now(max(map(self.working.update, self._owned_parts()), default=0))
+
+    def _owned_parts(self) -> Iterator[int]:
+        """Yield the elements of every parameter that the rank owns."""
+        for bucket in self.plan.buckets:
+            own_lo, own_hi = owned_range(self.plan, bucket, self.rank)
+            for lo, hi in bucket.offsets().values():
+                if max(lo, own_lo) < min(hi, own_hi):
+                    yield min(hi, own_hi) - max(lo, own_lo)
+
+    def _mode(self, op: Forward) -> Keep:
+        """Return what the block's own forward keeps: less than it could, where a replay follows."""
+        if op.keep == "selective":
+            return "selective"
+        return "all" if op.keep == "all" and self.plan.kind == "train" else "nothing"
 
     def _hold_each(self, tensors: dict[_Tensor, int]) -> None:
         for tensor, nbytes in tensors.items():
@@ -320,20 +391,40 @@ class _Walk:
         self._holders[tensor] += 1
         if self._holders[tensor] == 1:
             self._sizes[tensor] = nbytes
-            self.live[tensor.category] += nbytes
+            live, peak = self.live, self.forecast.peak
+            live[tensor.category] += nbytes
+            peak[tensor.category] = max(peak[tensor.category], live[tensor.category])
+            self._mark()
 
     def _drop(self, tensor: _Tensor) -> None:
         self._holders[tensor] -= 1
         if self._holders[tensor] == 0:
             self.live[tensor.category] -= self._sizes[tensor]
 
-    def _note(self, op: Op) -> None:
-        """Take the peaks of the moment in which the op holds the most."""
-        forecast, total = self.forecast, sum(self.live.values())
-        for category, nbytes in self.live.items():
-            forecast.peak[category] = max(forecast.peak[category], nbytes)
-        if total > forecast.peak_total:
-            forecast.peak_total, forecast.at_peak = total, dict(self.live)
+    def begin(self) -> None:
+        """Begin an op: nothing is needed yet."""
+        self._fullest, self._need = 0, 0
+        self._mark()
+
+    def _mark(self) -> None:
+        """Remember the fullest moment of the op, by what is held."""
+        total = sum(self.live.values())
+        if total > self._fullest:
+            self._fullest, self._fullest_live = total, dict(self.live)
+
+    def _need_now(self, nbytes: int) -> None:
+        """Say that so many bytes are needed at this moment beyond what is held."""
+        self._need = max(self._need, sum(self.live.values()) + nbytes)
+
+    def end(self, op: Op) -> None:
+        """End an op: what it needed beyond its fullest moment is its temp."""
+        forecast = self.forecast
+        temp = max(0, self._need - self._fullest)
+        forecast.op_temps.append(temp)
+        at_peak = self._fullest_live | {"temp": self._fullest_live["temp"] + temp}
+        forecast.peak["temp"] = max(forecast.peak["temp"], at_peak["temp"])
+        if self._fullest + temp > forecast.peak_total:
+            forecast.peak_total, forecast.at_peak = self._fullest + temp, at_peak
             forecast.peak_op = op_text(op)
 
 
@@ -344,6 +435,8 @@ _STEPS: dict[type[Op], Callable[[_Walk, Any], None]] = {
     Backward: _Walk.backward,
     StartSync: _Walk.start_sync,
     WaitSync: _Walk.wait_sync,
+    CheckGradients: _Walk.check_gradients,
+    OptimizerStep: _Walk.optimizer_step,
     StartUnshard: _Walk.start_unshard,
     Reshard: _Walk.reshard,
 }

@@ -22,6 +22,8 @@ from mpisim.engine.step import Engine
 from mpisim.errors import ConfigError, MpisimError
 from mpisim.launch import Job
 from mpisim.layouts.metrics import MEMORY_CATEGORIES, METRIC_NAMES
+from mpisim.memory.tracker import open_tracker
+from mpisim.plan.build import Plan
 from mpisim.trace.recorder import Recorder
 from mpisim.train.clock import clock_offset_s, host_name
 from mpisim.train.console import Console
@@ -73,6 +75,7 @@ def train_on(
     config = setup.config
     # Before the first message, so that no rank waits in one while another compiles.
     setup.kernels()
+    tracker = open_tracker(config.memory.measure)
     data = load_data(config)
     sampler = Sampler(data.num_train, config.train.global_batch, config.run.seed)
     run_dir = _agree_and_create(transport, setup, data, overwrite)
@@ -87,7 +90,7 @@ def train_on(
             "memory_categories": list(MEMORY_CATEGORIES),
         },
     )
-    state = setup.build_state(transport, recorder, data.nbytes)
+    state = setup.build_state(transport, recorder, data.nbytes, tracker)
     trainer = _Trainer(transport, setup, job, data, sampler, state, run_dir)
     try:
         trainer.run()
@@ -119,7 +122,7 @@ class _Trainer:
         self.config = setup.config
         self.data, self.sampler, self.state = data, sampler, state
         self.run_dir = run_dir
-        self.engine = Engine(state, self.config.train.steps)
+        self.engine = Engine(state, self.config.train.steps, self._predict_temps)
         self.is_root = transport.rank == 0
         self._num_heldout_bytes: int | None = None
         self.history = History(data.baselines() if self.is_root else {})
@@ -146,6 +149,9 @@ class _Trainer:
                 self._evaluate(step)
                 before = time.perf_counter()
 
+    def _predict_temps(self, plan: Plan) -> list[int]:
+        return self.setup.forecast(plan, self.transport.rank, self.data.nbytes).op_temps
+
     def close(self) -> None:
         """Close what rank 0 writes to while it trains; also after a failure."""
         if self.is_root:
@@ -157,24 +163,29 @@ class _Trainer:
         lo, hi = self._my_rows(self.sampler.num_rows(step))
         indices = self.sampler.batch_indices(step, lo, hi)
         bounds = microbatch_bounds(0, hi - lo, self.config.train.num_microbatches)
+        self.state.ledger.hold("data", indices)
         current = self.engine.train_step(
             plan, step, lambda m: self.data.train_batch(indices[bounds[m] : bounds[m + 1]]),
             self.data.count_targets("train", indices),
         )  # fmt: skip
+        self.state.ledger.drop(indices)
         self.history.count_run(plan, not current.skipped)
         return current
 
     def _evaluate(self, step: int) -> None:
-        indices = spread_indices(self.data.num_heldout, self.config.train.eval_rows)
-        if not len(indices):
+        num_rows = min(self.config.train.eval_rows or self.data.num_heldout, self.data.num_heldout)
+        if not num_rows:
             return
-        plan = self.setup.eval_plan(len(indices))
-        lo, hi = self._my_rows(len(indices))
+        plan = self.setup.eval_plan(num_rows)
+        lo, hi = self._my_rows(num_rows)
+        indices = spread_indices(self.data.num_heldout, num_rows)[lo:hi].copy()
+        self.state.ledger.hold("data", indices)
         rows = plan.rows[self.transport.rank]
-        bounds = microbatch_bounds(lo, hi, len(rows))
+        bounds = microbatch_bounds(0, hi - lo, len(rows))
         current = self.engine.evaluate(
             plan, step, lambda m: self.data.heldout_batch(indices[bounds[m] : bounds[m + 1]])
         )
+        self.state.ledger.drop(indices)
         self.history.count_run(plan)
         if not math.isfinite(current.global_loss_sum):
             raise MpisimError(
@@ -185,14 +196,14 @@ class _Trainer:
         result = {
             "step": step,
             "heldout_loss": loss,
-            "heldout_rows": len(indices),
+            "heldout_rows": num_rows,
             "heldout_targets": current.global_targets,
         }
         if self.config.data.kind != "regression":
             result["heldout_top1"] = current.global_correct / current.global_targets
             # Beyond that a float has no value for it; the loss says enough.
             result["heldout_perplexity"] = math.exp(min(loss, 700.0))
-            if num_bytes := self._heldout_bytes(indices):
+            if num_bytes := self._heldout_bytes(num_rows):
                 nats_per_byte = current.global_loss_sum / num_bytes
                 result["heldout_bits_per_byte"] = nats_per_byte / math.log(2.0)
         self.history.evaluations.append(result)
@@ -201,9 +212,10 @@ class _Trainer:
             self.metrics_file.flush()
             self.console.evaluated(result, self.history.baselines)
 
-    def _heldout_bytes(self, indices: np.ndarray) -> int:
+    def _heldout_bytes(self, num_rows: int) -> int:
         """Return the evaluated targets that are bytes; every evaluation has the same rows."""
         if self._num_heldout_bytes is None:
+            indices = spread_indices(self.data.num_heldout, num_rows)
             self._num_heldout_bytes = self.data.count_bytes("heldout", indices)
         return self._num_heldout_bytes
 
@@ -242,7 +254,12 @@ class _Trainer:
         if not self.is_root:
             return
         write_summary(
-            self.run_dir, totals, self.history, setup=self.setup, data=self.data, state=self.state,
+            self.run_dir,
+            totals,
+            self.history,
+            setup=self.setup,
+            data=self.data,
+            state=self.state,
             params=self.params,
         )
         self.console.summary(self.run_dir, totals)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from mpisim.comm.transport import Transport
 from mpisim.config.effects import settings_without_effect
 from mpisim.config.schema import RunConfig
 from mpisim.cost.price import Priced, price_rank
+from mpisim.data.footprint import held_batch_bytes, sampling_bytes
 from mpisim.data.load import check_data_section
 from mpisim.data.sampler import microbatch_bounds, shard_rows
 from mpisim.data.tokenizer import VOCAB_SIZE
 from mpisim.engine.loss_scale import LossScale
-from mpisim.engine.state import UPDATE_SCRATCH, EngineState, num_optimizer_arrays
+from mpisim.engine.state import SCRATCH_BYTES, EngineState, num_optimizer_arrays
+from mpisim.engine.working import engine_working
 from mpisim.errors import ConfigError
-from mpisim.layouts.specs import BlockSpec
+from mpisim.layouts.specs import BlockSpec, Conditions
+from mpisim.memory.tracker import Tracker
 from mpisim.mesh import build_mesh
 from mpisim.nn.decoder import build_decoder
-from mpisim.nn.kernels import Kernels, prepare_kernels
+from mpisim.nn.kernels import Kernels, prepare_kernels, resolve_kernels
 from mpisim.nn.models import Model, build_mlp
 from mpisim.nn.precision import loss_scale_kind, policy_of
 from mpisim.plan.build import Plan, build_eval_plan, build_train_plan
@@ -62,19 +66,6 @@ def build_model(config: RunConfig) -> Model:
     )  # fmt: skip
 
 
-def batch_row_bytes(config: RunConfig, length: int | None = None) -> int:
-    """Return the bytes of one row of inputs and targets; `length` tokens long (decoder)."""
-    data = config.data
-    if config.model.kind == "decoder":
-        arrays = 3 if data.layout == "packed" else 2
-        return arrays * 4 * (length or data.window)
-    if data.kind == "regression":
-        policy = policy_of(config.model.dtype, config.precision)
-        features = data.num_features * policy.compute_itemsize
-        return features + data.num_targets * policy.param_itemsize
-    return data.window + 1
-
-
 class Setup:
     """Everything about a run that follows from its config and the number of ranks.
 
@@ -105,16 +96,29 @@ class Setup:
         self.model = build_model(config)
         self.policy = policy_of(config.model.dtype, config.precision)
         self.loss_scale()
-        self._specs: dict[tuple[int, int | None], tuple[BlockSpec, ...]] = {}
+        self._specs: dict[tuple[int, int | None, str], tuple[BlockSpec, ...]] = {}
         self._plans: dict[tuple, Plan] = {}
 
-    def specs(self, rows: int, length: int | None = None) -> tuple[BlockSpec, ...]:
-        """Return the block specs for a microbatch of `rows` rows, `length` tokens long."""
-        found = self._specs.get((rows, length))
+    def specs(
+        self, rows: int, length: int | None = None, kind: str = "train"
+    ) -> tuple[BlockSpec, ...]:
+        """Return the block specs for a microbatch of `rows` rows, `length` tokens long.
+
+        `kind` is that of the plan: nothing is dropped out while evaluating.
+        """
+        found = self._specs.get((rows, length, kind))
         if found is None:
-            found = self.model.spec(rows, self.policy.compute_dtype, length)
-            self._specs[rows, length] = found
+            found = self.model.spec(rows, self.policy.compute_dtype, length, self._conditions(kind))
+            self._specs[rows, length, kind] = found
         return found
+
+    def _conditions(self, kind: str) -> Conditions:
+        config = self.config
+        return Conditions(
+            kernels=resolve_kernels(config.compute.kernels),
+            starts=config.model.kind == "decoder" and config.data.layout == "packed",
+            dropout=kind == "train",
+        )
 
     def loss_scale(self) -> LossScale:
         """Return a fresh loss scale as the config asks for."""
@@ -139,7 +143,11 @@ class Setup:
         )  # fmt: skip
 
     def build_state(
-        self, transport: Transport, recorder: Recorder, data_bytes: int = 0
+        self,
+        transport: Transport,
+        recorder: Recorder,
+        data_bytes: int = 0,
+        tracker: Tracker | None = None,
     ) -> EngineState:
         """Return what a rank owns at the start of a run; compiles the kernels if need be.
 
@@ -149,6 +157,8 @@ class Setup:
         recorder : Recorder
         data_bytes : int
             Bytes that the loaded data set keeps.
+        tracker : Tracker, optional
+            Measures NumPy's memory; by default nothing does.
         """
         config = self.config
         return EngineState(
@@ -156,7 +166,8 @@ class Setup:
             buckets=self.full_plan().buckets, seed=config.run.seed, policy=self.policy,
             algorithm=config.comm.algorithm, recorder=recorder, data_bytes=data_bytes,
             overlap=config.parallel.overlap, zero=config.parallel.zero,
-            loss_scale=self.loss_scale(), kernels=self.kernels(),
+            loss_scale=self.loss_scale(), kernels=self.kernels(), tracker=tracker,
+            budget_bytes=config.memory.budget_bytes,
         )  # fmt: skip
 
     def kernels(self) -> Kernels:
@@ -223,11 +234,12 @@ class Setup:
         """Return the predicted bytes of a rank while it runs `plan`."""
         optimizer = self.config.optimizer
         return predict_memory(
-            plan, rank, self.specs, itemsizes=self.itemsizes,
+            plan, rank, partial(self.specs, kind=plan.kind), itemsizes=self.itemsizes,
             optimizer_arrays=num_optimizer_arrays(optimizer.kind, optimizer.momentum),
-            scratch_bytes=UPDATE_SCRATCH * self.policy.param_dtype.itemsize,
-            batch_bytes=lambda rows, length: rows * batch_row_bytes(self.config, length),
-            data_bytes=data_bytes,
+            scratch_bytes=SCRATCH_BYTES + self.model.tables_bytes(self.policy.compute_dtype),
+            batch_bytes=lambda rows, length: held_batch_bytes(self.config, rows, length),
+            data_bytes=data_bytes + sampling_bytes(sum(plan.rows[rank])),
+            working=engine_working(self.config, self.policy, self._conditions("train")),
         )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from small_jobs import (
 from mpisim.config.schema import OptimizerSection
 from mpisim.engine.state import EngineState
 from mpisim.nn.precision import Policy
-from mpisim.plan.ops import WaitSync
+from mpisim.plan.ops import ALL_MICROS, WaitSync
 
 SGD = OptimizerSection(kind="sgd", lr=1.0, momentum=0.0)
 ADAMW = OptimizerSection(
@@ -58,7 +58,7 @@ def plant_after_sum(act: Act, *, rank: int | None = None, step: int | None = Non
     """Return a `prepare` that acts after the last bucket is summed."""
 
     def prepare(state: EngineState) -> None:
-        last = WaitSync(len(state.buckets) - 1)
+        last = WaitSync(len(state.buckets) - 1, ALL_MICROS)
 
         def observe(op: Any) -> None:
             if op == last and rank in (None, state.rank) and step in (None, state.step.step):

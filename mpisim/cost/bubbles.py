@@ -1,0 +1,294 @@
+"""Pipeline bubbles: closed forms, and compute-only schedules run on a clock of whole numbers.
+
+Messages cost nothing here: what is seen is the schedule alone. A schedule is one list of tasks per
+device; a task starts when its device is free and the task it waits for has ended. No engine, no
+plan: `reproduce` compares the clock with published closed forms.
+
+    forward  of chunk c, microbatch i   waits for the forward of chunk c - 1
+    backward of chunk c, microbatch i   waits for the backward of chunk c + 1 (last: its forward)
+    weight   of chunk c, microbatch i   waits for its backward
+
+Sources: GPipe arXiv 1811.06965; PipeDream-Flush and interleaving arXiv 2104.04473; Zero Bubble
+arXiv 2401.10241.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+FORWARD, BACKWARD, WEIGHT = "F", "B", "W"
+
+SCHEDULES = ("naive", "gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One unit of compute of a device."""
+
+    kind: str
+    """`FORWARD`, `BACKWARD` (of inputs, or of both), `WEIGHT` (gradients of weights, apart)."""
+    micro: int
+    chunk: int
+    """Part of the model, 0..p*v-1 from input to output; chunk c lives on device c mod p."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When every task of a schedule ran."""
+
+    spans: tuple[tuple[tuple[Task, int, int], ...], ...]
+    """Per device: (task, start, end)."""
+    chunks_per_device: int
+    keeps_until: str
+    """The kind of task that frees a microbatch's activations: backward, or weight."""
+
+    @property
+    def makespan(self) -> int:
+        """Time from the first start to the last end."""
+        return max(device[-1][2] for device in self.spans)
+
+    @property
+    def bubble_of_total(self) -> Fraction:
+        """Share of all devices' time that is idle."""
+        work = sum(end - start for device in self.spans for _, start, end in device)
+        return 1 - Fraction(work, self.makespan * len(self.spans))
+
+    @property
+    def bubble(self) -> int:
+        """Most idle time of a device between its own first start and last end."""
+        return max(
+            device[-1][2] - device[0][1] - sum(end - start for _, start, end in device)
+            for device in self.spans
+        )
+
+    @property
+    def bubble_over_ideal(self) -> Fraction:
+        """Time beyond that of a device that never waits, over that time."""
+        ideal = max(sum(end - start for _, start, end in device) for device in self.spans)
+        return Fraction(self.makespan - ideal, ideal)
+
+    @property
+    def in_flight(self) -> tuple[Fraction, ...]:
+        """Per device the most microbatches that are kept at a time, in units of a whole stage."""
+        peaks = []
+        for device in self.spans:
+            live = most = 0
+            for task, _, _ in device:
+                live += (task.kind == FORWARD) - (task.kind == self.keeps_until)
+                most = max(most, live + (task.kind == self.keeps_until))
+            peaks.append(Fraction(most, self.chunks_per_device))
+        return tuple(peaks)
+
+
+def compute_lists(schedule: str, p: int, m: int, v: int = 1) -> tuple[tuple[Task, ...], ...]:
+    """Return what each device computes, in order.
+
+    Parameters
+    ----------
+    schedule : str
+        One of `SCHEDULES`. naive: one microbatch after the other; zb_h1, zb_h2: the handcrafted
+        ones of Zero Bubble, with the gradients of weights as tasks of their own.
+    p : int
+        Devices, >= 1.
+    m : int
+        Microbatches, >= 1; a multiple of p for interleaved.
+    v : int
+        Chunks of a device, >= 1; above 1 for interleaved only.
+
+    Raises
+    ------
+    ValueError
+        The schedule is unknown, or a size does not fit it.
+
+    Examples
+    --------
+    >>> ["".join(f"{t.kind}{t.micro}" for t in tasks) for tasks in compute_lists("gpipe", 2, 2)]
+    ['F0F1B0B1', 'F0F1B0B1']
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(
+            f"schedule must be one of {', '.join(SCHEDULES)}; got {schedule!r}. Name one of them."
+        )
+    if min(p, m, v) < 1:
+        raise ValueError(f"p, m and v must be at least 1; got {p}, {m}, {v}. Raise the least.")
+    if v > 1 and schedule != "interleaved":
+        raise ValueError(f"v must be 1 for {schedule}; got {v}. Choose interleaved.")
+    if schedule == "interleaved":
+        if m % p:
+            raise ValueError(f"m must be a multiple of p; got {m} with p = {p}. Raise m.")
+        return tuple(_interleaved(p, m, v, device) for device in range(p))
+    if schedule in ("zb_h1", "zb_h2"):
+        reach = 1 if schedule == "zb_h1" else 2
+        return tuple(_zero_bubble(p, m, device, reach) for device in range(p))
+    # Forwards before the first backward; then one backward, one forward.
+    ahead = {"naive": lambda _: 1, "gpipe": lambda _: m, "one_f_one_b": lambda d: min(m, p - d)}
+    return tuple(
+        _alternate(
+            [Task(FORWARD, micro, device) for micro in range(m)],
+            [Task(BACKWARD, micro, device) for micro in range(m)],
+            ahead[schedule](device),
+        )
+        for device in range(p)
+    )
+
+
+def simulate(
+    lists: Sequence[Sequence[Task]], seconds: Mapping[str, int], chunks_per_device: int = 1
+) -> Timeline:
+    """Run task lists on a clock.
+
+    Parameters
+    ----------
+    lists : sequence of sequences of Task
+        As `compute_lists` returns them.
+    seconds : mapping of str to int
+        Time of each kind of task; with chunks, of one chunk.
+    chunks_per_device : int
+
+    Returns
+    -------
+    Timeline
+
+    Raises
+    ------
+    ValueError
+        The devices wait for each other for ever.
+
+    Examples
+    --------
+    >>> line = simulate(compute_lists("one_f_one_b", 4, 8), {"F": 1, "B": 1})
+    >>> line.makespan, line.bubble_of_total, [int(n) for n in line.in_flight]
+    (22, Fraction(3, 11), [4, 3, 2, 1])
+    """
+    last_chunk = len(lists) * chunks_per_device - 1
+    ended: dict[Task, int] = {}
+    spans: list[list[tuple[Task, int, int]]] = [[] for _ in lists]
+    free = [0] * len(lists)
+    moved = True
+    while moved:
+        moved = False
+        for device, tasks in enumerate(lists):
+            for task in tasks[len(spans[device]) :]:
+                before = _waits_for(task, last_chunk)
+                if before is not None and before not in ended:
+                    break
+                start = max(free[device], ended.get(before, 0))
+                free[device] = ended[task] = start + seconds[task.kind]
+                spans[device].append((task, start, free[device]))
+                moved = True
+    stuck = [device for device, tasks in enumerate(lists) if len(spans[device]) < len(tasks)]
+    if stuck:
+        raise ValueError(
+            f"task lists must run to their ends; got devices {stuck} waiting for each other. "
+            f"Move the task they wait for forward."
+        )
+    kept = WEIGHT if any(task.kind == WEIGHT for tasks in lists for task in tasks) else BACKWARD
+    return Timeline(tuple(tuple(device) for device in spans), chunks_per_device, kept)
+
+
+def _waits_for(task: Task, last_chunk: int) -> Task | None:
+    if task.kind == FORWARD:
+        return Task(FORWARD, task.micro, task.chunk - 1) if task.chunk else None
+    if task.kind == WEIGHT:
+        return Task(BACKWARD, task.micro, task.chunk)
+    if task.chunk == last_chunk:
+        return Task(FORWARD, task.micro, task.chunk)
+    return Task(BACKWARD, task.micro, task.chunk + 1)
+
+
+def _alternate(forwards: list[Task], backwards: list[Task], ahead: int) -> tuple[Task, ...]:
+    tasks = forwards[:ahead]
+    for number, backward in enumerate(backwards):
+        tasks += [backward, *forwards[ahead + number : ahead + number + 1]]
+    return tuple(tasks)
+
+
+def _interleaved(p: int, m: int, v: int, device: int) -> tuple[Task, ...]:
+    """Groups of p microbatches go through one chunk after the other."""
+    order = [
+        (group + micro, chunk)
+        for group in range(0, m, p)
+        for chunk in range(v)
+        for micro in range(p)
+    ]
+    forwards = [Task(FORWARD, micro, chunk * p + device) for micro, chunk in order]
+    backwards = [Task(BACKWARD, micro, (v - 1 - chunk) * p + device) for micro, chunk in order]
+    # Without chunks this is 1F1B; with them twice the distance, and all chunks but the last.
+    ahead = 2 * (p - device - 1) + (v - 1) * p + 1 if v > 1 else p - device
+    return _alternate(forwards, backwards, min(ahead, m * v))
+
+
+def _zero_bubble(p: int, m: int, device: int, reach: int) -> tuple[Task, ...]:
+    """Weight gradients lag `reach * device` backwards behind and fill what would be idle.
+
+    Device d runs reach * (p - d) forwards ahead (one less per turn beyond the first), so with
+    those that lag every device keeps the same number of microbatches.
+    """
+    ahead = min(m, reach * (p - device) - (reach - 1))
+    lag = reach * device
+    tasks = [Task(FORWARD, micro, device) for micro in range(ahead)]
+    for micro in range(m):
+        tasks.append(Task(BACKWARD, micro, device))
+        if micro >= lag:
+            tasks.append(Task(WEIGHT, micro - lag, device))
+        if ahead + micro < m:
+            tasks.append(Task(FORWARD, ahead + micro, device))
+    tasks += [Task(WEIGHT, micro, device) for micro in range(max(0, m - lag), m)]
+    return tuple(tasks)
+
+
+# Closed forms ---------------------------------------------------------------------------------
+
+
+def bubble_over_ideal(p: int, m: int, v: int = 1) -> Fraction:
+    """Return (p - 1) / (v m): GPipe and 1F1B with v = 1, interleaved 1F1B with more."""
+    return Fraction(p - 1, v * m)
+
+
+def bubble_of_total(p: int, m: int) -> Fraction:
+    """Return (p - 1) / (m + p - 1): GPipe's and 1F1B's share of idle time."""
+    return Fraction(p - 1, m + p - 1)
+
+
+def most_in_flight(schedule: str, p: int, m: int, device: int = 0, v: int = 1) -> Fraction:
+    """Return the most microbatches that `device` keeps, in units of a whole stage.
+
+    Raises
+    ------
+    ValueError
+        There is no closed form: interleaved beyond device 0, or an unknown schedule.
+    """
+    if schedule == "naive":
+        return Fraction(1)
+    if schedule == "gpipe":
+        return Fraction(m)
+    if schedule == "one_f_one_b":
+        return Fraction(min(m, p - device))
+    if schedule == "interleaved" and device == 0:
+        return min(Fraction(m), p + Fraction(p - 1, v))
+    if schedule in ("zb_h1", "zb_h2"):
+        return Fraction(min(m, p if schedule == "zb_h1" else 2 * p - 1))
+    raise ValueError(
+        f"schedule must have a closed form on device {device}; got {schedule!r}. Simulate it."
+    )
+
+
+def zero_bubble_bubble(schedule: str, p: int, f: int, b: int, w: int) -> int:
+    """Return the bubble of one_f_one_b, zb_h1 or zb_h2 when a task takes f, b or w (Zero Bubble).
+
+    With enough microbatches, and w not above f and b.
+    """
+    return (p - 1) * (f + b + {"one_f_one_b": w, "zb_h1": -w, "zb_h2": -2 * w}[schedule])
+
+
+def crossings(placement: Sequence[int]) -> int:
+    """Return how many messages a forward sends when chunk c lives on device ``placement[c]``.
+
+    Examples
+    --------
+    >>> crossings([0, 1, 2, 3]), crossings([0, 1, 2, 3, 3, 2, 1, 0])
+    (3, 6)
+    """
+    return sum(a != b for a, b in zip(placement, placement[1:], strict=False))
