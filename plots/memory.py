@@ -1,4 +1,4 @@
-"""Stacked areas: live bytes by category, op by op, over one step and one evaluation."""
+"""Stacked areas: bytes by category at the fullest moment of every op of a step, of an evaluation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Curve:
     time_s: np.ndarray
     """Shape (samples + 1,): start of the plan, then the end of each op; from 0."""
     live_bytes: dict[str, np.ndarray]
-    """Category -> shape (samples,): live after each op."""
+    """Category -> shape (samples,): held at the fullest moment of each op."""
 
 
 @dataclass
@@ -124,11 +124,10 @@ def draw(fig: Figure, data: Memory) -> None:
     for ax, curve in zip(axes, data.curves, strict=True):
         time_size, time_name = time_unit(curve.time_s[-1])
         times = curve.time_s / time_size
-        # The level after an op holds until the next one ends. Before the first op it is what the
-        # run before left, which is what this one leaves.
-        layers = [np.append(curve.live_bytes[name][-1], curve.live_bytes[name]) for name in used]
+        # The level of an op spans the op.
+        layers = [np.append(curve.live_bytes[name][0], curve.live_bytes[name]) for name in used]
         ax.stackplot(
-            times, [layer / size for layer in layers], step="post",
+            times, [layer / size for layer in layers], step="pre",
             colors=[MEMORY_COLOURS[name] for name in used],
         )  # fmt: skip
         for name, value in data.lines.items():
@@ -147,9 +146,7 @@ def draw(fig: Figure, data: Memory) -> None:
         for name, value in data.lines.items()
     ]  # fmt: skip
     fig.legend(handles=handles, loc="outside right center", handlelength=2.6)
-    finding = "levels after each op"
-    if "measured peak" in data.lines:
-        finding += "; the peak of the run lies inside one"
+    finding = "the fullest moment of each op"
     if data.recompute != "none":
         finding += f"; backward computes forwards again (recompute {data.recompute})"
     heading(fig, data.title, finding)

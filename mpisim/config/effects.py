@@ -68,6 +68,16 @@ def _unread(config: RunConfig) -> list[tuple[str, tuple[str, ...], str]]:
     if scale != "dynamic":
         names = _DYNAMIC if scale == "static" else ("init_scale", *_DYNAMIC)
         unread.append(("precision", names, "precision.loss_scale"))
+    if config.parallel.zero != 3:
+        unread.append(("parallel", ("prefetch",), "parallel.zero"))
+    else:
+        # Every block is gathered, and so summed, by itself.
+        unread.append(("parallel", ("bucket_bytes",), "parallel.zero"))
+    if config.parallel.zero:
+        # Shards come from rings only; the few numbers of the control group choose for themselves.
+        unread.append(("comm", ("algorithm",), "parallel.zero"))
+    if not config.memory.budget_bytes:
+        unread.append(("memory", ("static_check",), "memory.budget_bytes"))
     if config.memory.recompute != "full":
         unread.append(("memory", ("recompute_every",), "memory.recompute"))
     return unread

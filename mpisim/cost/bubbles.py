@@ -206,7 +206,7 @@ def _alternate(forwards: list[Task], backwards: list[Task], ahead: int) -> tuple
 
 
 def _interleaved(p: int, m: int, v: int, device: int) -> tuple[Task, ...]:
-    """Groups of p microbatches go through one chunk after the other."""
+    """Send groups of p microbatches through one chunk after the other."""
     order = [
         (group + micro, chunk)
         for group in range(0, m, p)

@@ -145,7 +145,7 @@ class Engine:
                 if not dp.idle:
                     dp.advance()
                 if remember:
-                    recorder.add_memory(index, state.ledger.vector())
+                    recorder.add_memory(index, state.ledger.op_vector())
         if remember:
             self._memory_left[number] -= 1
         recorder.end_step(number)

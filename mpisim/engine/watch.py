@@ -7,6 +7,8 @@ temp. With an exact tracker the budget is a wall: the allocation that would pass
 
 from __future__ import annotations
 
+from typing import Any
+
 from mpisim.errors import MemoryBudgetExceeded
 from mpisim.memory.ledger import Ledger
 from mpisim.memory.tracker import Tracker
@@ -36,6 +38,8 @@ class MemoryWatch:
         """Measured bytes at the start of training that the ledger does not hold: start-up."""
         self.measured_peak = 0
         """Largest measured total in any op."""
+        self.figures_peak = 0
+        """Most bytes of arrays for figures about the run, which the budget does not count."""
         self.measures = tracker.exact
 
     def start(self) -> None:
@@ -63,6 +67,9 @@ class MemoryWatch:
         peak = tracker.peak() - unknown
         if peak > self.measured_peak:
             self.measured_peak = peak
+        aside = tracker.aside_peak()
+        if aside > self.figures_peak:
+            self.figures_peak = aside
         gap = tracker.live() - unknown - ledger.total
         if abs(gap) > abs(self.gap_bytes):
             self.gap_bytes, self.gap_op = gap, ledger.op
@@ -73,6 +80,17 @@ class MemoryWatch:
         if self.ledger.budget_bytes and self.measures:
             return self.ledger.exceeded()
         return error
+
+    def facts(self) -> dict[str, Any]:
+        """Return the figures for the summary; "kind" says who measured."""
+        facts: dict[str, Any] = {"kind": self.tracker.kind, "exact": self.measures}
+        if self.measures:
+            facts |= {
+                "peak_bytes": self.measured_peak, "gap_bytes": self.gap_bytes,
+                "gap_op": self.gap_op, "start_up_bytes": self.unknown_bytes,
+                "figures_peak_bytes": self.figures_peak,
+            }  # fmt: skip
+        return facts
 
     def close(self) -> None:
         """Put NumPy's own allocator back."""

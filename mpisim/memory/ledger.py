@@ -45,6 +45,7 @@ class Ledger:
         self.op_total = 0
         """Largest total since the op began, without its temp."""
         self._op_live = dict(self.live)
+        self._op_temp = 0
         # id -> [array, category, nbytes, holders]; the reference keeps the id from being reused.
         self._held: dict[int, list] = {}
 
@@ -100,11 +101,16 @@ class Ledger:
         """Return live bytes in the order of `layouts.metrics.MEMORY_CATEGORIES`."""
         return tuple(self.live.values())
 
+    def op_vector(self) -> tuple[int, ...]:
+        """Return the bytes at the fullest moment of the op, as `vector` does."""
+        return tuple((self._op_live | {"temp": self._op_live["temp"] + self._op_temp}).values())
+
     def begin_op(self, op: str) -> None:
         """Say which op runs from here on."""
         self.op = op
         self.op_total = self.total
         self._op_live = dict(self.live)
+        self._op_temp = 0
 
     def end_op(self, temp: int) -> None:
         """Say what the op needed at its fullest moment beside what is held.
@@ -119,6 +125,7 @@ class Ledger:
         MemoryBudgetExceeded
             With it the op passed the budget.
         """
+        self._op_temp = max(0, temp)
         if temp <= 0:
             return
         with_temp = self._op_live["temp"] + temp

@@ -10,6 +10,7 @@
     dropout.py      masks as a function of seed, step, row, position, feature
     precision.py    which dtype is used for what
     kernels.py      what a kernel set offers; kernels_numpy.py, kernels_numba.py (numba_loops.py)
+    kernel_memory.py  what kernels allocate, as arithmetic on sizes
     halves.py       float16 conversions in NumPy
     optim.py        update rules, learning rate, clipping
     arrays.py, numerics.py   what several of these share

@@ -13,6 +13,7 @@ Sections, in order:
     stalls        seconds waited per rank, axis and cause
     steady_stalls the same per step, mean over ranks, without warm-up
     memory        peak bytes per rank and category
+    memory_measured  what an allocator hook counted, beside the ledger
     replicas      whether all ranks hold the same parameters
     check         how many figures differ from the predicted ones
 
@@ -374,6 +375,7 @@ def _memory(run: Run) -> list[Row]:
                     "peak_op": predicted.get("peak_op") if name == "total" else None,
                 }
             )
+        rows.append(_measured_memory(entry["rank"], measured))
         rows.append(
             {
                 "section": "memory",
@@ -383,9 +385,37 @@ def _memory(run: Run) -> list[Row]:
                 "predicted_peak_bytes": None,
                 "difference_bytes": None,
                 "peak_op": None,
+                "start_bytes": entry.get("resident_start_bytes"),
+                "unexplained_bytes": _unexplained(entry),
             }
         )
     return rows
+
+
+def _measured_memory(rank: int, memory: dict[str, Any]) -> Row:
+    """Return what an allocator hook counted beside the ledger: peak, and gap at the end of ops."""
+    facts = memory.get("measured", {})
+    peak = facts.get("peak_bytes")
+    return {
+        "section": "memory_measured",
+        "rank": rank,
+        "kind": facts.get("kind", "off"),
+        "peak_bytes": peak,
+        "ledger_peak_bytes": memory["peak_total"],
+        "difference_peak_bytes": None if peak is None else peak - memory["peak_total"],
+        "difference_gap_bytes": facts.get("gap_bytes"),
+        "gap_op": facts.get("gap_op"),
+        "start_up_bytes": facts.get("start_up_bytes"),
+        "figures_peak_bytes": facts.get("figures_peak_bytes"),
+    }
+
+
+def _unexplained(entry: dict[str, Any]) -> int | None:
+    """Return the resident bytes that neither start-up nor the ledger's peak explains."""
+    peak, start = entry.get("resident_peak_bytes"), entry.get("resident_start_bytes")
+    if peak is None or start is None:
+        return None
+    return peak - start - entry["memory"]["peak_total"]
 
 
 def _memory_spread(run: Run) -> list[Row]:
@@ -447,5 +477,6 @@ def _check(rows: list[Row]) -> Row:
         "matrix_pairs_differing": differing("bytes_matrix"),
         "matrix_rows_differing": sum(value != 0 for value in sent.values()),
         "memory_figures_differing": differing("memory"),
+        "measured_figures_differing": differing("memory_measured"),
         "replica_sets": sum(row["section"] == "replicas" for row in rows),
     }

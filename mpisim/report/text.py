@@ -71,8 +71,9 @@ def _faults(check: Row) -> list[str]:
         "matrix_pairs_differing": "bytes by pair of ranks: {} differ",
         "matrix_rows_differing": "ranks whose bytes by peer and by collective disagree: {}",
         "memory_figures_differing": "memory peaks: {} differ",
+        "measured_figures_differing": "measured memory and ledger: {} ranks differ",
     }
-    faults = [text.format(check[key]) for key, text in words.items() if check[key]]
+    faults = [text.format(check[key]) for key, text in words.items() if check.get(key)]
     if check["replica_sets"] > 1:
         faults.append(f"different sets of parameters that replicas hold: {check['replica_sets']}")
     return faults
@@ -361,6 +362,7 @@ def _memory(run: Row, sections: dict[str, list[Row]]) -> list[str]:
             f"  the total peaks on rank {worst['rank']} at: {worst['peak_op']} (categories peak "
             f"at other moments)"
         )
+    lines += _measured(sections.get("memory_measured", []))
     resident = [row["peak_bytes"] for row in rows if row["category"] == "resident"]
     resident = [value for value in resident if value is not None]
     if resident:
@@ -371,7 +373,42 @@ def _memory(run: Row, sections: dict[str, list[Row]]) -> list[str]:
             f"  resident peak of the process, as the system counts it: {each} (interpreter, "
             f"libraries and all)"
         )
+    explained = [row for row in rows if row.get("unexplained_bytes") is not None]
+    if explained:
+        row = max(explained, key=lambda row: row["unexplained_bytes"])
+        total = next(r["peak_bytes"] for r in totals if r["rank"] == row["rank"])
+        lines.append(
+            f"  of that on rank {row['rank']}: {format_bytes(row['start_bytes'])} before anything "
+            f"of the run, {format_bytes(total)} in the ledger, "
+            f"{_signed_bytes(row['unexplained_bytes'])} unexplained (allocator, compiled code, "
+            f"buffers of the MPI library and of Python)"
+        )
     return lines
+
+
+def _signed_bytes(nbytes: int) -> str:
+    return ("-" if nbytes < 0 else "") + format_bytes(abs(nbytes))
+
+
+def _measured(rows: list[Row]) -> list[str]:
+    """Say what an independent measurement found."""
+    found = [row for row in rows if row["peak_bytes"] is not None]
+    if not found:
+        return ["  not measured beside the ledger (memory.measure)"] if rows else []
+    worst = max(found, key=lambda row: row["peak_bytes"])
+    differing = [r for r in found if r["difference_peak_bytes"] or r["difference_gap_bytes"]]
+    text = (
+        f"  measured by an allocator hook: peak {worst['peak_bytes']:,} bytes on rank "
+        f"{worst['rank']}; measured - ledger = "
+    )
+    if not differing:
+        return [text + "0 at the peak and at the end of every op, on every rank"]
+    row = differing[0]
+    where = f" ({row['gap_op']})" if row["gap_op"] else ""
+    return [
+        text + f"{row['difference_peak_bytes']:,} at the peak, {row['difference_gap_bytes']:,} at "
+        f"most at the end of an op{where} on rank {row['rank']}{_MARK}"
+    ]
 
 
 def _memory_so_far(run: Row, sections: dict[str, list[Row]]) -> list[str]:

@@ -77,7 +77,7 @@ class Recorder:
         return ident
 
     def add_memory(self, op_index: int, values: tuple[int, ...]) -> None:
-        """Note the live bytes per category after op `op_index` of the current step."""
+        """Note the bytes per category at the fullest moment of op `op_index` of this step."""
         self._memory.append(float(op_index))
         self._memory.append(self.clock())
         self._memory.extend(values)

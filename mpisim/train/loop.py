@@ -22,7 +22,7 @@ from mpisim.engine.step import Engine
 from mpisim.errors import ConfigError, MpisimError
 from mpisim.launch import Job
 from mpisim.layouts.metrics import MEMORY_CATEGORIES, METRIC_NAMES
-from mpisim.memory.tracker import open_tracker
+from mpisim.memory.tracker import open_tracker, resident_bytes
 from mpisim.plan.build import Plan
 from mpisim.trace.recorder import Recorder
 from mpisim.train.clock import clock_offset_s, host_name
@@ -75,6 +75,7 @@ def train_on(
     config = setup.config
     # Before the first message, so that no rank waits in one while another compiles.
     setup.kernels()
+    resident_start = resident_bytes()
     tracker = open_tracker(config.memory.measure)
     data = load_data(config)
     sampler = Sampler(data.num_train, config.train.global_batch, config.run.seed)
@@ -92,6 +93,7 @@ def train_on(
     )
     state = setup.build_state(transport, recorder, data.nbytes, tracker)
     trainer = _Trainer(transport, setup, job, data, sampler, state, run_dir)
+    trainer.resident_start_bytes = resident_start
     try:
         trainer.run()
     finally:
@@ -129,6 +131,7 @@ class _Trainer:
         self.console = Console(self.config, job, data.primary_baseline) if self.is_root else None
         self.metrics_file = None
         self.params: dict[str, np.ndarray] = {}
+        self.resident_start_bytes: int | None = None
         if self.is_root:
             self.metrics_file = open(run_dir / "metrics.jsonl", "w", encoding="utf-8")
 
@@ -250,7 +253,9 @@ class _Trainer:
 
     def sum_up(self) -> None:
         """Write the summary and compare the replicas; all ranks call it."""
-        totals, self.params = collect_totals(self.transport, self.state)
+        totals, self.params = collect_totals(
+            self.transport, self.state, self.resident_start_bytes
+        )
         if not self.is_root:
             return
         write_summary(

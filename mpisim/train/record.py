@@ -9,7 +9,6 @@ import datetime
 import hashlib
 import os
 import platform
-import resource
 import subprocess
 import sys
 import time
@@ -76,13 +75,6 @@ def _commit() -> str | None:
 def iso_time(seconds: float) -> str:
     """Return a time since the epoch as ISO 8601, UTC, to the millisecond."""
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")
-
-
-def resident_peak_bytes() -> int:
-    """Return the largest resident set of this process so far, as the system counts it."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Kibibytes on Linux, bytes on macOS.
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def digest(params: dict[str, np.ndarray]) -> str:

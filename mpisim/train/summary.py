@@ -23,9 +23,10 @@ from mpisim.data.load import Dataset
 from mpisim.engine.state import EngineState
 from mpisim.errors import PlanError
 from mpisim.layouts.metrics import MEMORY_CATEGORIES, TRAFFIC_FIELDS
+from mpisim.memory.tracker import peak_resident_bytes
 from mpisim.plan.build import Plan
 from mpisim.train.clock import host_name
-from mpisim.train.record import digest, iso_time, resident_peak_bytes
+from mpisim.train.record import digest, iso_time
 from mpisim.train.rundir import write_json
 from mpisim.train.setup import Setup
 from mpisim.train.weights import WEIGHTS_FILE, save_weights
@@ -61,9 +62,16 @@ class History:
 
 
 def collect_totals(
-    transport: Transport, state: EngineState
+    transport: Transport, state: EngineState, resident_start_bytes: int | None = None
 ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
     """Return the totals of every rank, by rank, and the trained parameters. All ranks call it.
+
+    Parameters
+    ----------
+    transport : Transport
+    state : EngineState
+    resident_start_bytes : int, optional
+        Resident memory of the process before it held anything of the run.
 
     Returns
     -------
@@ -73,6 +81,7 @@ def collect_totals(
     """
     # First: gathering what is sharded is no traffic of a step.
     mine = _rank_totals(state)
+    mine["resident_start_bytes"] = resident_start_bytes
     params, mine["params_sha256"] = _gather_params(state)
     return [json.loads(text) for text in transport.exchange(json.dumps(mine))], params
 
@@ -210,8 +219,10 @@ def _rank_totals(state: EngineState) -> dict[str, Any]:
             "peak": ledger.peak,
             "peak_total": ledger.peak_total,
             "at_peak": ledger.at_peak,
+            "peak_op": ledger.peak_op,
+            "measured": state.watch.facts(),
         },
-        "resident_peak_bytes": resident_peak_bytes(),
+        "resident_peak_bytes": peak_resident_bytes(),
     }
 
 

@@ -10,10 +10,12 @@ MODULES = [
     "chunks",
     "data_parallel",
     "decoder",
+    "memory",
     "mixed_precision",
     "mlp",
     "optimizers",
     "recompute",
+    "zero",
 ]
 
 
