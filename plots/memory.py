@@ -1,4 +1,4 @@
-"""Stacked areas: bytes by category at the fullest moment of every op of a step, of an evaluation."""
+"""Stacked areas: bytes by category at the fullest moment of each op of a step and an evaluation."""
 
 from __future__ import annotations
 
