@@ -17,7 +17,7 @@ BUILD_FILES := pyproject.toml setup.py mpisim/memory/_allocator.c
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-mpich demo overlap accumulation recompute precision ranks test test-all lint format plots bench bench-step bench-mpich wheel clean
+.PHONY: help install install-mpich demo overlap accumulation recompute precision ranks reproduce test test-all lint format plots bench bench-step bench-mpich wheel clean
 
 help: ## List all targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -89,6 +89,10 @@ precision: install ## float32, bfloat16, float16: curves and skipped steps
 
 ranks: install ## The same global batch on 1, 2 and 4 ranks: the same curve
 	$(call experiment,ranks)
+
+reproduce: install ## Published tables beside ours, and their figures
+	$(BIN)/mpisim reproduce all
+	$(BIN)/python plots/reproduce.py --out runs/reproduce
 
 test: install install-mpich lint ## Run lint and all tests; the MPI tests with both MPIs
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -516,6 +516,28 @@ def demo_accumulation(rows: int) -> int:
     return 0
 
 
+def _complete_page(_ctx: Any, _param: Any, incomplete: str) -> list[str]:
+    from mpisim.reproduce import PAGES
+
+    return [name for name in (*PAGES, "all") if name.startswith(incomplete)]
+
+
+@cli.command()
+@click.argument("name", metavar="NAME", shell_complete=_complete_page)
+@_json_option
+def reproduce(name: str, as_json: bool) -> int:
+    """Print a published table beside ours: published, ours, difference.
+
+    NAME is zero-table1, zero-table2, korthikanti, playbook, estimators, busbw, bubbles, or all.
+    The exit status is 1 if a value of ours does not agree.
+    """
+    from mpisim.reproduce import reproduce as compare_with_published
+
+    result = compare_with_published(name)
+    _print_table(lambda: result.text, lambda: result.rows, as_json)
+    return _FAILED if result.num_wrong else _DONE
+
+
 @cli.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:

@@ -26,7 +26,7 @@ STYLE = Path(__file__).with_name("mpisim.mplstyle")
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
-LIGHT_VERMILION = "#F7B98F"
+LIGHT_VERMILION, VIOLET, BROWN = "#F7B98F", "#8A2BE2", "#704214"
 GREY, LIGHT_GREY, MID_GREY, DARK_GREY = "#999999", "#D9D9D9", "#666666", "#3C3C3C"
 
 OP_COLOURS = {
@@ -38,7 +38,7 @@ OP_COLOURS = {
     "StartSync": DARK_GREY,
     "other compute": BLACK,
 }
-WAIT_COLOURS = {"dp": ORANGE, "control": LIGHT_GREY}
+WAIT_COLOURS = {"dp": ORANGE, "params": BROWN, "control": LIGHT_GREY}
 STALL_COLOURS = {
     ("dp", "recv"): BLUE,
     ("dp", "send"): SKY,

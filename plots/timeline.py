@@ -3,7 +3,7 @@
 Each rank has a bar of plan ops and, below it, a thin lane of the messages it received, from the
 moment it could take them to the moment they were there. A message below compute is hidden by it.
 Bars carry the names of their blocks; where only a number fits, it is that of the name.
-Between two ops the engine advances started all-reduces; that time is drawn like their start.
+Between two ops the engine advances started collectives; that time is drawn like their start.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from common import (
     MID_GREY,
     OP_COLOURS,
     VERMILION,
+    VIOLET,
     WAIT_COLOURS,
     NoData,
     heading,
@@ -46,15 +47,22 @@ KIND_LABELS = {
     "Forward": "forward",
     "Recompute": "recompute",
     "Backward": "backward",
-    "StartSync": "start or advance all-reduce",
+    "StartSync": "start or advance rings",
     "OptimizerStep": "gradient norm, optimizer",
     "other compute": "other compute",
 }
-WAIT_LABELS = {"dp": "wait for gradients (dp)", "control": "wait for scalars (control)"}
+WAIT_LABELS = {
+    "dp": "wait for gradients (dp)",
+    "params": "wait for parameters (dp)",
+    "control": "wait for scalars (control)",
+}
 BUCKET_COLOURS = (VERMILION, LIGHT_VERMILION)
 """Of even and of odd buckets, so that neighbours differ."""
 SCALARS_COLOUR = MID_GREY
-DRAWN_AS = {"CheckGradients": "OptimizerStep"}
+PARAMS_COLOUR = VIOLET
+PARAMS = -1
+"""In place of a gradient bucket: parameters that are gathered."""
+DRAWN_AS = {"CheckGradients": "OptimizerStep", "StartUnshard": "StartSync", "Reshard": "StartSync"}
 """Kinds that share the colour and the label of another one."""
 
 
@@ -68,7 +76,7 @@ class Lane:
     gaps: list[tuple[float, float]] = field(default_factory=list)
     """Start, end: between two ops of one plan."""
     messages: list[tuple[float, float, int | None]] = field(default_factory=list)
-    """Posted, completed, gradient bucket; None: scalars."""
+    """Posted, completed, gradient bucket; `PARAMS`: parameters; None: scalars."""
 
 
 @dataclass
@@ -135,6 +143,8 @@ def _lane(trace: RankTrace, first: int, last: int) -> Lane:
             continue
         index = int(row["op_index"])
         kind, axis, words = plan.kinds[index], plan.waits[index], plan.texts[index].split()
+        if kind in ("WaitUnshard", "GatherParams"):
+            axis = "params"
         kind = DRAWN_AS.get(kind, kind)
         key = f"wait {axis}" if axis else kind if kind in OP_COLOURS else "other compute"
         block = next((word[6:] for word in words if word.startswith("block=")), "")
@@ -148,8 +158,10 @@ def _lane(trace: RankTrace, first: int, last: int) -> Lane:
     shown = ~messages["is_send"] & (messages["step"] >= first) & (messages["step"] <= last)
     for row in messages[shown & (messages["completed_s"] <= end)]:
         program = trace.programs[int(row["program"])]
-        number = program.label.rpartition(" ")[2]
+        what, _, number = program.label.rpartition(" ")
         bucket = int(number) if program.axis == "dp" and number.isdigit() else None
+        if what == "params":
+            bucket = PARAMS
         lane.messages.append((float(row["posted_s"]), float(row["completed_s"]), bucket))
     return lane
 
@@ -210,6 +222,8 @@ def draw(fig: Figure, data: Timeline) -> None:
 
 
 def _message_colour(bucket: int | None) -> str:
+    if bucket == PARAMS:
+        return PARAMS_COLOUR
     return SCALARS_COLOUR if bucket is None else BUCKET_COLOURS[bucket % 2]
 
 
@@ -217,11 +231,15 @@ def _message_handles(received: set[int | None]) -> list[Patch]:
     """Return the legend of the messages; it names buckets that are there, and no others."""
     handles = []
     for parity, colour in enumerate(BUCKET_COLOURS):
-        buckets = sorted(key for key in received if key is not None and key % 2 == parity)
+        buckets = sorted(
+            key for key in received if key not in (None, PARAMS) and key % 2 == parity
+        )
         if buckets:
             named = ", ".join(map(str, buckets[:2])) + (", ..." if len(buckets) > 2 else "")
             word = "bucket" if len(buckets) == 1 else "buckets"
             handles.append(Patch(color=colour, label=f"received: {word} {named}"))
+    if PARAMS in received:
+        handles.append(Patch(color=PARAMS_COLOUR, label="received: parameters"))
     if None in received:
         handles.append(Patch(color=SCALARS_COLOUR, label="received: scalars"))
     return handles

@@ -9,7 +9,7 @@ plan: `reproduce` compares the clock with published closed forms.
     weight   of chunk c, microbatch i   waits for its backward
 
 Sources: GPipe arXiv 1811.06965; PipeDream-Flush and interleaving arXiv 2104.04473; Zero Bubble
-arXiv 2401.10241.
+arXiv 2401.10241; V-shaped schedules arXiv 2405.15362.
 """
 
 from __future__ import annotations
@@ -20,7 +20,18 @@ from fractions import Fraction
 
 FORWARD, BACKWARD, WEIGHT = "F", "B", "W"
 
-SCHEDULES = ("naive", "gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2")
+SCHEDULES = (
+    "naive", "gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "v_min", "v_half", "v_zb",
+)  # fmt: skip
+
+# Distance between neighbour devices of F down, F up, B down, B up; and of the turns between them.
+# A microbatch repeats every 6 units: two chunks, three kinds of task.
+_V_OFFSETS = {
+    "v_min": ((1, 1, 1, 1), (1, 1, 1)),
+    "v_half": ((2, 1, 2, 1), (4, 1, 5)),
+    "v_zb": ((3, 3, 3, 3), (1, 1, 1)),
+}
+_V_PERIOD = 6
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,8 @@ class Task:
     """`FORWARD`, `BACKWARD` (of inputs, or of both), `WEIGHT` (gradients of weights, apart)."""
     micro: int
     chunk: int
-    """Part of the model, 0..p*v-1 from input to output; chunk c lives on device c mod p."""
+    """Part of the model, 0..p*v-1 from input to output. Chunk c lives on device c mod p; in a V,
+    whose second half comes back, chunk 2p-1-c lives with chunk c."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +101,8 @@ def compute_lists(schedule: str, p: int, m: int, v: int = 1) -> tuple[tuple[Task
     ----------
     schedule : str
         One of `SCHEDULES`. naive: one microbatch after the other; zb_h1, zb_h2: the handcrafted
-        ones of Zero Bubble, with the gradients of weights as tasks of their own.
+        ones of Zero Bubble, with the gradients of weights as tasks of their own; v_min, v_half,
+        v_zb: two chunks a device in a V, p one of 2, 8, 14, 20, ... (others need other offsets).
     p : int
         Devices, >= 1.
     m : int
@@ -119,6 +132,10 @@ def compute_lists(schedule: str, p: int, m: int, v: int = 1) -> tuple[tuple[Task
         if m % p:
             raise ValueError(f"m must be a multiple of p; got {m} with p = {p}. Raise m.")
         return tuple(_interleaved(p, m, v, device) for device in range(p))
+    if schedule in _V_OFFSETS:
+        if p % _V_PERIOD != 2:
+            raise ValueError(f"p must be 2, 8, 14, ... for {schedule}; got {p}. Choose one.")
+        return _v_shaped(p, m, *_V_OFFSETS[schedule])
     if schedule in ("zb_h1", "zb_h2"):
         reach = 1 if schedule == "zb_h1" else 2
         return tuple(_zero_bubble(p, m, device, reach) for device in range(p))
@@ -239,6 +256,87 @@ def _zero_bubble(p: int, m: int, device: int, reach: int) -> tuple[Task, ...]:
     return tuple(tasks)
 
 
+def _v_shaped(
+    p: int, m: int, offsets: tuple[int, ...], turns: tuple[int, ...]
+) -> tuple[tuple[Task, ...], ...]:
+    """Order forwards and backwards by one repeating pattern; weight gradients fill what is idle.
+
+    A forward waits for a weight gradient only where the pattern's own peak would be passed.
+    """
+    down, up, back_down, back_up = offsets
+    orders: list[list[Task]] = []
+    limit = 0
+    for device in range(p):
+        there, back = device, 2 * p - 1 - device
+        first = (
+            (down * device, Task(FORWARD, 0, there)),
+            (down * (p - 1) + turns[0] + up * (p - 1 - device), Task(FORWARD, 0, back)),
+            (
+                (down + up) * (p - 1) + sum(turns[:2]) + back_down * device,
+                Task(BACKWARD, 0, back),
+            ),
+            (
+                (down + up + back_down) * (p - 1) + sum(turns) + back_up * (p - 1 - device),
+                Task(BACKWARD, 0, there),
+            ),
+        )
+        slots = {
+            start + _V_PERIOD * micro: Task(task.kind, micro, task.chunk)
+            for start, task in first
+            for micro in range(m)
+        }
+        limit = max(limit, _pattern_peak(slots))
+        orders.append([slots[slot] for slot in sorted(slots)])
+    return _fill_with_weights(orders, limit)
+
+
+def _pattern_peak(slots: Mapping[int, Task]) -> int:
+    """Return the most chunks kept if every idle slot takes a weight gradient at once."""
+    live = most = waiting = 0
+    for slot in range(max(slots) + 1):
+        task = slots.get(slot)
+        if task is None:
+            live -= waiting > 0
+            waiting -= waiting > 0
+            continue
+        live += task.kind == FORWARD
+        waiting += task.kind == BACKWARD
+        most = max(most, live)
+    return most
+
+
+def _fill_with_weights(orders: list[list[Task]], limit: int) -> tuple[tuple[Task, ...], ...]:
+    """Run orders on a clock where each task takes 1; put a weight gradient where one would wait."""
+    p = len(orders)
+    done: set[Task] = set()
+    lists: list[list[Task]] = [[] for _ in range(p)]
+    weights: list[list[Task]] = [[] for _ in range(p)]
+    reached, live = [0] * p, [0] * p
+    while any(weights) or any(reached[d] < len(orders[d]) for d in range(p)):
+        started = []
+        for d in range(p):
+            task = orders[d][reached[d]] if reached[d] < len(orders[d]) else None
+            if task is not None:
+                before = _waits_for(task, 2 * p - 1)
+                full = task.kind == FORWARD and live[d] >= limit
+                if full or (before is not None and before not in done):
+                    task = None
+                else:
+                    reached[d] += 1
+                    live[d] += task.kind == FORWARD
+            if task is None and weights[d]:
+                task = weights[d].pop(0)
+                live[d] -= 1
+            if task is not None:
+                started.append((d, task))
+        for d, task in started:
+            lists[d].append(task)
+            done.add(task)
+            if task.kind == BACKWARD:
+                weights[d].append(Task(WEIGHT, task.micro, task.chunk))
+    return tuple(tuple(tasks) for tasks in lists)
+
+
 # Closed forms ---------------------------------------------------------------------------------
 
 
@@ -270,6 +368,9 @@ def most_in_flight(schedule: str, p: int, m: int, device: int = 0, v: int = 1) -
         return min(Fraction(m), p + Fraction(p - 1, v))
     if schedule in ("zb_h1", "zb_h2"):
         return Fraction(min(m, p if schedule == "zb_h1" else 2 * p - 1))
+    if schedule in _V_OFFSETS:
+        # Qi et al. 2024; for as many microbatches as the pattern needs.
+        return Fraction({"v_min": (p + 4) // 3, "v_half": (p + 2) // 2, "v_zb": p}[schedule])
     raise ValueError(
         f"schedule must have a closed form on device {device}; got {schedule!r}. Simulate it."
     )

@@ -242,7 +242,7 @@ class Estimator:
     total: Callable[[int, int, int], Fraction | None]
     """(parameters, ranks, zero) -> bytes as its source writes it; None: it says nothing."""
     parts: Callable[[int, int, int], dict[str, Fraction]]
-    """The same bytes by what they are: weights, grads (16-bit), main grads (float32), master,
+    """The same bytes by what they are: weights, grads (16-bit), main_grads (float32), master,
     moments. An absent part is one that it does not count."""
 
 
@@ -310,6 +310,17 @@ def playbook_model_state_bytes(num_params: int, ranks: int, zero: int) -> Fracti
     return unsharded * num_params + Fraction((12 - unsharded) * num_params, ranks)
 
 
+_FLOAT32_GRADS = _parts(weights=(2, 3), main_grads=(4, 2), master=(4, 1), moments=(8, 1))
+
+
+def _deepspeed_parts(num_params: int, ranks: int, zero: int) -> dict[str, Fraction]:
+    """Return parts of the code's 18 bytes: stage 2 has a 16-bit shard of gradients among them."""
+    parts = _FLOAT32_GRADS(num_params, ranks, zero)
+    if zero == 2:
+        parts["grads"] = Fraction(2 * num_params, ranks)
+    return parts
+
+
 ESTIMATORS = (
     Estimator(
         "ZeRO paper", "arXiv 1910.02054, Figure 1", zero_model_state_bytes,
@@ -317,32 +328,24 @@ ESTIMATORS = (
     ),
     Estimator(
         "DeepSpeed code", "deepspeed/runtime/zero, estimate_zero*_model_states_mem_needs",
-        _stages(zero2=deepspeed_zero2_bytes, zero3=deepspeed_zero3_bytes),
-        _parts(**{
-            "weights": (2, 3), "grads": (2, 2), "main grads": (4, 2), "master": (4, 1),
-            "moments": (8, 1),
-        }),
+        _stages(zero2=deepspeed_zero2_bytes, zero3=deepspeed_zero3_bytes), _deepspeed_parts,
     ),
     Estimator(
         "DeepSpeed docs", "deepspeed.readthedocs.io, memory requirements (stale)",
         _stages(zero2=deepspeed_docs_zero2_bytes),
-        _parts(**{
-            "weights": (2, 3), "grads": (2, 4), "main grads": (4, 2), "master": (4, 1),
-            "moments": (8, 1),
-        }),
+        _parts(weights=(2, 3), grads=(2, 4), main_grads=(4, 2), master=(4, 1), moments=(8, 1)),
     ),
     Estimator(
         "Megatron", "Megatron-LM docs, distributed optimizer: 6 + 12 / d",
-        _stages(zero1=megatron_distributed_optimizer_bytes),
-        _parts(**{"weights": (2, 3), "main grads": (4, 2), "master": (4, 1), "moments": (8, 1)}),
+        _stages(zero1=megatron_distributed_optimizer_bytes), _FLOAT32_GRADS,
     ),
     Estimator(
         "EleutherAI", "EleutherAI/cookbook, calc_transformer_mem", eleuther_model_state_bytes,
-        _parts(**{"weights": (2, 3), "main grads": (4, 2), "master": (4, 1), "moments": (8, 1)}),
+        _FLOAT32_GRADS,
     ),
     Estimator(
         "llm-analysis", "cli99/llm-analysis, training memory", llm_analysis_model_state_bytes,
-        _parts(**{"weights": (2, 3), "main grads": (4, 2), "master": (4, 1), "moments": (8, 1)}),
+        _FLOAT32_GRADS,
     ),
     Estimator(
         "playbook", "Ultra-Scale Playbook, ZeRO figure", playbook_model_state_bytes,

@@ -404,14 +404,15 @@ class _Rank:
 
     def _op_of(self, program: ProgramTable) -> str:
         """Return the text of the plan op that starts a collective, "" if none does."""
-        bucket, _, number = program.label.partition(" ")
+        what, _, number = program.label.partition(" ")
+        kinds = {"bucket": ("StartSync",), "params": ("StartUnshard", "GatherParams")}
         for plan in self.trace.plans.values():
             for text in plan.texts:
                 kind, *pairs = text.split()
                 if program.collective == "gather":
                     found = kind == "GatherMetrics" and program.axis == "control"
                 elif number:
-                    found = kind.startswith("Start") and f"{bucket}={number}" in pairs
+                    found = kind in kinds.get(what, ()) and f"bucket={number}" in pairs
                 else:
                     found = bool(program.label) and f"kind={program.label}" in pairs
                 if found:

@@ -379,8 +379,10 @@ def _memory(run: Row, sections: dict[str, list[Row]]) -> list[str]:
         total = next(r["peak_bytes"] for r in totals if r["rank"] == row["rank"])
         lines.append(
             f"  of that on rank {row['rank']}: {format_bytes(row['start_bytes'])} before anything "
-            f"of the run, {format_bytes(total)} in the ledger, "
-            f"{_signed_bytes(row['unexplained_bytes'])} unexplained (allocator, compiled code, "
+            f"of the run, {format_bytes(total)} in the ledger,"
+        )
+        lines.append(
+            f"    {_signed_bytes(row['unexplained_bytes'])} unexplained (allocator, compiled code, "
             f"buffers of the MPI library and of Python)"
         )
     return lines
@@ -397,18 +399,17 @@ def _measured(rows: list[Row]) -> list[str]:
         return ["  not measured beside the ledger (memory.measure)"] if rows else []
     worst = max(found, key=lambda row: row["peak_bytes"])
     differing = [r for r in found if r["difference_peak_bytes"] or r["difference_gap_bytes"]]
-    text = (
-        f"  measured by an allocator hook: peak {worst['peak_bytes']:,} bytes on rank "
-        f"{worst['rank']}; measured - ledger = "
-    )
-    if not differing:
-        return [text + "0 at the peak and at the end of every op, on every rank"]
-    row = differing[0]
-    where = f" ({row['gap_op']})" if row["gap_op"] else ""
-    return [
-        text + f"{row['difference_peak_bytes']:,} at the peak, {row['difference_gap_bytes']:,} at "
-        f"most at the end of an op{where} on rank {row['rank']}{_MARK}"
+    lines = [
+        f"  measured by an allocator hook: peak {worst['peak_bytes']:,} bytes on rank {worst['rank']}"
     ]
+    if not differing:
+        return [*lines, "  measured - ledger = 0 at the peak and at the end of every op, all ranks"]
+    row = differing[0]
+    lines.append(
+        f"  measured - ledger = {row['difference_peak_bytes']:,} at the peak of rank "
+        f"{row['rank']}, at most {row['difference_gap_bytes']:,} at the end of an op{_MARK}"
+    )
+    return [*lines, *([f"    after {row['gap_op']}"] if row["gap_op"] else [])]
 
 
 def _memory_so_far(run: Row, sections: dict[str, list[Row]]) -> list[str]:

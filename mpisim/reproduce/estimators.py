@@ -17,14 +17,14 @@ STAGES = (1, 2, 3)
 # The parts of `published.Estimator` by the categories of our ledger.
 _OUR_PARTS = {
     "weights": "params",
-    "main grads": "grads",
+    "main_grads": "grads",
     "master": "master_params",
     "moments": "optimizer",
 }
 _NAMES = {
     "weights": "16-bit weights",
     "grads": "16-bit gradients",
-    "main grads": "float32 gradients",
+    "main_grads": "float32 gradients",
     "master": "float32 master copy",
     "moments": "moments of Adam",
 }

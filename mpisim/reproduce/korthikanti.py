@@ -115,7 +115,7 @@ def build(read: Read) -> Page:
         f"forward is 4/3 of it (2 s / 9h): the printed HFU are high; 175B would have "
         f"{float(once_more):.1f}, not 52.8",
         "on figures 1 and 7 ours is off by nothing because their values are derived from the same "
-        "forms: that shows the forms, not the machine; Calculon's errors are what its authors print",
+        "forms: that shows the forms, not a machine; Calculon's errors are those that it prints",
         "Figure 1 leaves out the masks of the embedding and the logits (memory.published has them: "
         "korthikanti_extra_bytes), and every working buffer",
         "weights and optimizer at 18 bytes of 12 L h^2 / (t p): embeddings, biases and norms are "

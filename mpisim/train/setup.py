@@ -226,6 +226,9 @@ class Setup:
         return self._plans[key]
 
     def _rows_per_eval(self) -> int:
+        if self.config.memory.budget_bytes:
+            # An evaluation must not be what breaks the budget.
+            return max(1, max(map(max, self.full_plan().rows)))
         if self.config.model.kind == "decoder":
             return max(1, EVAL_TOKENS_PER_FORWARD // self.config.data.window)
         return EVAL_ROWS_PER_FORWARD

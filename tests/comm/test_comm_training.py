@@ -38,7 +38,7 @@ def train(setup_of, size, faults=(), strict=False, **options):
     def body(transport):
         job = Job(transport.rank, transport.size)
         wrapped = FaultyTransport(transport, faults, strict=strict)
-        state = train_on(wrapped, setup_of(transport.rank), job, False)
+        state, _ = train_on(wrapped, setup_of(transport.rank), job, False)
         return {name: param.tobytes() for name, param in state.params.items()}
 
     return run_threads(body, size, timeout_s=10.0, **options)

@@ -62,7 +62,7 @@ def test_c002_the_denominator_is_the_count_of_all_ranks():
 
 def test_c002_the_count_is_summed_as_a_whole_number():
     """A float32 sum of counts would stop counting at 2**24."""
-    first = frame_update([])[0]
+    first = frame_update([], ())[0]
     assert (first.kind, first.dtype) == ("target_count", "int64")
     done = step_of([[1.0]], [[1.0]])
     assert all(state.scalars["target_count"].dtype == np.int64 for state in done.states)

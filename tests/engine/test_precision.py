@@ -26,7 +26,7 @@ from mpisim.cost.price import price_rank
 from mpisim.engine.loss_scale import LossScale
 from mpisim.errors import LossScaleError
 from mpisim.nn.precision import Policy, dtype_of
-from mpisim.plan.ops import GatherMetrics, WaitSync
+from mpisim.plan.ops import ALL_MICROS, GatherMetrics, WaitSync
 
 FLOAT32 = Policy(*["float32"] * 4)
 POLICIES = {
@@ -81,6 +81,11 @@ def test_every_policy_learns_nearly_what_float32_learns(name):
         assert bits_of(state.master) == bits_of(got.master)  # replicas
 
 
+def wire_of(store):
+    """Return the array that travels: a rounded copy, or the gradients themselves."""
+    return store.grads if store.wire is None else store.wire
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_dtypes_are_those_of_the_policy(name):
     policy, (state, _) = POLICIES[name], trained(name).states
@@ -88,12 +93,12 @@ def test_dtypes_are_those_of_the_policy(name):
     assert {m.dtype for moments in state.moments.values() for m in moments} == {np.dtype("f4")}
     assert {a.dtype for a in state.params.values()} == {policy.compute_dtype}
     assert {a.dtype for a in state.grads.values()} == {policy.reduce_dtype}
-    assert {a.dtype for a in state.wires} == {policy.wire_dtype}
-    assert (state.params is state.master) is (policy.compute == "float32")
+    assert {wire_of(store).dtype for store in state.stores} == {policy.wire_dtype}
     assert all(
-        (wire is bucket) is (policy.wire == policy.reduce)
-        for wire, bucket in zip(state.wires, state.buckets, strict=True)
+        np.shares_memory(state.params[name], state.master[name]) is (policy.compute == "float32")
+        for name in state.params
     )
+    assert all((store.wire is None) is (policy.wire == policy.reduce) for store in state.stores)
     # Observed gradients are wide, whatever they were added up in.
     assert {g.dtype for g in trained(name).grads[0].values()} == {np.dtype("f4")}
 
@@ -220,7 +225,7 @@ def test_a_wire_copy_is_rounded_once_and_widened():
 
         def observe(op):
             inner(op)
-            if op == WaitSync(0):
+            if op == WaitSync(0, ALL_MICROS):
                 seen[state.rank] = state.buckets[0].copy()
 
         state.observe_op = observe

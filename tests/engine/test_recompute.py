@@ -31,7 +31,7 @@ from mpisim.errors import PeerLost, RecomputeMismatch
 from mpisim.nn.dropout import DropoutMasks, keep_threshold
 from mpisim.nn.layers import LayerContext
 from mpisim.nn.precision import Policy
-from mpisim.plan.ops import Backward, Forward, Recompute, StartSync
+from mpisim.plan.ops import ALL_MICROS, Backward, Forward, Recompute, StartSync
 
 DROPOUT = 0.5
 OPTIMIZER = OptimizerSection(kind="adamw", lr=0.01, weight_decay=0.1, clip_norm=1.0)
@@ -84,13 +84,13 @@ def test_c104_dropout_is_felt():
 @pytest.mark.parametrize(("recompute", "every"), MODES[1:])
 def test_c105_a_replay_draws_what_forward_drew_and_nothing_else(monkeypatch, recompute, every):
     """C105: the places of all draws are the same in every step; the live counter does not move."""
-    real, drawn = DropoutMasks.words, []
+    real, drawn = DropoutMasks.tiles, []
 
-    def words(self, site, shape):
+    def tiles(self, site, shape):
         drawn.append((self.key, self.site_range(site), self.first_row, shape))
         return real(self, site, shape)
 
-    monkeypatch.setattr(DropoutMasks, "words", words)
+    monkeypatch.setattr(DropoutMasks, "tiles", tiles)
 
     def run(*mode):
         drawn.clear()
@@ -248,7 +248,7 @@ def test_a_replay_advances_the_rings_between_its_layers():
     )
     replay = calls.index(Recompute("block2", 0))
     before = next(place for place in range(replay - 1, -1, -1) if calls[place] != "advance")
-    assert calls[before] == StartSync(0, 8)
+    assert calls[before] == StartSync(0, ALL_MICROS, 8, "all_reduce")
     layers = len(model.blocks[3].layers)
     assert model.blocks[3].name == "block2"
     # One by the engine behind the op before, the others between layers.

@@ -37,7 +37,7 @@ from mpisim.engine.step import Engine
 from mpisim.engine.update import clear_gradients
 from mpisim.errors import BatchError, CommError, MpisimError, PeerLost
 from mpisim.nn.precision import Policy
-from mpisim.plan.ops import LoadBatch, OptimizerStep, StartSync, WaitSync
+from mpisim.plan.ops import ALL_MICROS, LoadBatch, OptimizerStep, StartSync, WaitSync
 
 
 def good_then_bad(
@@ -332,7 +332,7 @@ def test_a_late_failure_restores_everything(ranks, policy):
         state = engine.state
 
         def observe(op):
-            if op == WaitSync(len(state.buckets) - 1):
+            if op == WaitSync(len(state.buckets) - 1, ALL_MICROS):
                 # The last array to be updated.
                 state.grads["head.norm.weight"][-1] = large
 

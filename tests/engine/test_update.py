@@ -25,7 +25,7 @@ from mpisim.engine.loss_scale import LossScale
 from mpisim.engine.update import true_gradients
 from mpisim.nn.layers import LayerContext
 from mpisim.nn.losses import LanguageHead, MeanSquaredError, SoftmaxCrossEntropy
-from mpisim.plan.ops import OptimizerStep, WaitSync
+from mpisim.plan.ops import ALL_MICROS, OptimizerStep, WaitSync
 
 # --- A: what weighs how much, with tokens ----------------------------------------------------
 
@@ -319,7 +319,7 @@ def test_the_true_gradient_is_a_copy():
 
     def prepare(state):
         def observe(op):
-            if op == WaitSync(len(state.buckets) - 1):
+            if op == WaitSync(len(state.buckets) - 1, ALL_MICROS):
                 before = [bucket.copy() for bucket in state.buckets]
                 for grad in true_gradients(state).values():
                     grad.fill(7.0)

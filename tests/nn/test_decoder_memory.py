@@ -6,9 +6,9 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from mpisim.memory.tracker import open_tracker
 
 from mpisim.layouts.specs import Conditions
+from mpisim.memory.tracker import hook_is_built, open_tracker
 from mpisim.nn import kernel_memory as memory
 from mpisim.nn import optim
 from mpisim.nn.arrays import wide_dtype
@@ -18,6 +18,8 @@ from mpisim.nn.kernels import load_kernels
 from mpisim.nn.layers import LayerContext
 from mpisim.nn.numerics import ROW_BLOCK, ROW_TILE, TILE_ELEMENTS
 from mpisim.nn.transformer import Dropout, Projection, RMSNorm, SwiGLU, TokenEmbedding
+
+pytestmark = pytest.mark.skipif(not hook_is_built(), reason="the allocator hook is not built")
 
 DTYPES = [np.dtype(name) for name in ("float32", "float64", "float16")]
 DTYPES.append(np.dtype(ml_dtypes.bfloat16))

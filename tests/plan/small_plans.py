@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
+from mpisim.errors import PlanError
 from mpisim.mesh import Mesh
 from mpisim.nn.decoder import build_decoder
 from mpisim.nn.models import build_mlp
 from mpisim.plan.build import BlockSpecs, Plan, build_eval_plan, build_train_plan
-from mpisim.plan.ops import Op
+from mpisim.plan.check import check_plan
+from mpisim.plan.ops import ALL_MICROS, Op, StartSync, WaitSync
 
 MODEL = build_mlp(
     input_kind="features", num_features=2, hidden=(3, 2), activation="relu", output=("targets", 1)
@@ -57,20 +61,41 @@ def train_plan(
     lengths: Iterable[Iterable[int]] = (),
     recompute: str = "none",
     every: int = 1,
+    zero: int = 0,
+    prefetch: bool = False,
 ) -> Plan:
     rows = tuple(map(tuple, rows))
     return build_train_plan(
         mesh=Mesh(dp=len(rows)), specs=specs, rows=rows, dtype="float64", itemsize=8,
         bucket_bytes=bucket_bytes, overlap=overlap, algorithm=algorithm,
         lengths=tuple(map(tuple, lengths)), recompute=recompute, recompute_every=every,
+        zero=zero, prefetch=prefetch, param_dtype="float64",
     )  # fmt: skip
 
 
-def eval_plan(rows: Iterable[Iterable[int]] = ((2,), (2,))) -> Plan:
+def eval_plan(
+    rows: Iterable[Iterable[int]] = ((2,), (2,)),
+    *,
+    specs: BlockSpecs = specs,
+    zero: int = 0,
+    prefetch: bool = False,
+) -> Plan:
     rows = tuple(map(tuple, rows))
     return build_eval_plan(
-        mesh=Mesh(dp=len(rows)), specs=specs, rows=rows, dtype="float64", algorithm="auto"
-    )
+        mesh=Mesh(dp=len(rows)), specs=specs, rows=rows, dtype="float64", algorithm="auto",
+        buckets=train_plan(rows, specs=specs, zero=zero).buckets if zero else (), zero=zero,
+        prefetch=prefetch, param_dtype="float64",
+    )  # fmt: skip
+
+
+def start_sync(bucket: int, count: int) -> StartSync:
+    """Return the op that starts an all-reduce once a step."""
+    return StartSync(bucket, ALL_MICROS, count, "all_reduce")
+
+
+def wait_sync(bucket: int) -> WaitSync:
+    """Return the op that waits for it."""
+    return WaitSync(bucket, ALL_MICROS)
 
 
 def edited(
@@ -106,3 +131,20 @@ def replaced(plan: Plan, op: Op, by: Op, ranks: Iterable[int] | None = None) -> 
         ops[ops.index(op)] = by
 
     return edited(plan, edit, ranks)
+
+
+def refused(plan, rule, *, op=None, ranks=None, error=PlanError):
+    """Check that `plan` is refused by `rule`, with a mark at `op` on `ranks` (or on any one)."""
+    with pytest.raises(error) as caught:
+        check_plan(plan)
+    assert type(caught.value) is error
+    text = str(caught.value)
+    assert re.search(rule, text), text
+    marked = re.findall(r"^  rank (\d+) op +\d+ >> (.*)$", text, flags=re.MULTILINE)
+    assert marked, text
+    if ranks is None:
+        assert len(marked) == 1, text
+    else:
+        assert [int(rank) for rank, _ in marked] == list(ranks), text
+    if op is not None:
+        assert {marked_op for _, marked_op in marked} == {op}, text

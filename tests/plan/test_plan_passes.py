@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_plans import SIZES, eval_plan, specs, train_plan
+from small_plans import SIZES, eval_plan, specs, start_sync, train_plan, wait_sync
 
 from mpisim.layouts.metrics import METRIC_NAMES
 from mpisim.layouts.specs import BlockSpec, LayerSpec, ParamSpec
@@ -67,7 +67,7 @@ def test_stage_ops_become_block_ops_backward_in_reverse():
 def test_the_update_is_framed_by_the_sums():
     """C002, C019: the target count is summed before the first op; after the last the loss, then
     the norm is taken, then the flag is agreed on, and only then the update."""
-    assert frame_update([LoadBatch(0)]) == [
+    assert frame_update([LoadBatch(0)], ()) == [
         ReduceScalars("target_count", 1, "int64"),
         LoadBatch(0),
         ReduceScalars("loss", 2, "float64"),
@@ -177,8 +177,8 @@ def test_one_reduction_per_bucket_and_step(bucket_bytes, micros, overlap):
     buckets, ops = synced(micros, bucket_bytes, overlap)
     starts = [op for op in ops if isinstance(op, StartSync)]
     waits = [op for op in ops if isinstance(op, WaitSync)]
-    assert starts == [StartSync(bucket.index, bucket.count) for bucket in buckets]
-    assert waits == [WaitSync(bucket.index) for bucket in buckets]
+    assert starts == [start_sync(bucket.index, bucket.count) for bucket in buckets]
+    assert waits == [wait_sync(bucket.index) for bucket in buckets]
     compute = [op for op in ops if not isinstance(op, (StartSync, WaitSync))]
     assert compute == list(expand_blocks(accumulate(micros), list(SIZES)))
 
@@ -189,14 +189,14 @@ def test_with_overlap_a_bucket_starts_right_after_its_last_gradient(micros):
     last = micros - 1
     assert ops[-8:] == [
         Forward("head", last), Backward("head", last), Backward("block1", last),
-        StartSync(0, 11), Backward("block0", last), StartSync(1, 9), WaitSync(0), WaitSync(1),
+        start_sync(0, 11), Backward("block0", last), start_sync(1, 9), wait_sync(0), wait_sync(1),
     ]  # fmt: skip
 
 
 def test_without_overlap_nothing_starts_before_the_last_backward():
     _, ops = synced(2, 100, False)
     end = max(index for index, op in enumerate(ops) if isinstance(op, Backward))
-    assert ops[end + 1 :] == [StartSync(0, 11), WaitSync(0), StartSync(1, 9), WaitSync(1)]
+    assert ops[end + 1 :] == [start_sync(0, 11), wait_sync(0), start_sync(1, 9), wait_sync(1)]
     assert not any(isinstance(op, StartSync) for op in ops[:end])
 
 

@@ -21,14 +21,19 @@ from mpisim.mesh import Mesh
 from mpisim.plan.build import Plan
 from mpisim.plan.ops import (
     Backward,
+    CheckGradients,
     Forward,
     GatherMetrics,
+    GatherParams,
     LoadBatch,
     OptimizerStep,
     Recompute,
     ReduceScalars,
+    Reshard,
     StartSync,
+    StartUnshard,
     WaitSync,
+    WaitUnshard,
 )
 from mpisim.plan.partition import Bucket
 from mpisim.plan.text import parse_plan, plan_text
@@ -55,6 +60,19 @@ PLANS = {
     "microbatches_of_different_lengths": lambda: train_plan(
         [[2, 1], [2, 0]], lengths=[[4, 3], [4, 2]], overlap=False
     ),
+    "zero_1": lambda: train_plan([[2, 2], [2, 1]], bucket_bytes=100, zero=1),
+    "zero_2": lambda: train_plan([[2, 2], [2, 1]], bucket_bytes=100, zero=2),
+    "zero_2_no_overlap": lambda: train_plan([[2, 2]] * 3, bucket_bytes=1, zero=2, overlap=False),
+    "zero_3": lambda: train_plan([[2, 2], [2, 1]], zero=3),
+    "zero_3_prefetch": lambda: train_plan([[2], [2]], zero=3, prefetch=True),
+    "zero_3_recompute_full": lambda: train_plan([[2], [2]], zero=3, recompute="full"),
+    "zero_3_recompute_every_two": lambda: train_plan(
+        [[2], [2]], zero=3, recompute="full", every=2, specs=deep_specs
+    ),
+    "zero_3_tied_prefetch": lambda: train_plan(
+        [[2], [2]], zero=3, recompute="full", prefetch=True, specs=decoder_specs
+    ),
+    "zero_3_evaluation": lambda: eval_plan([[2, 2], [1, 0]], zero=3, prefetch=True),
 }
 
 
@@ -76,14 +94,20 @@ def test_a_plan_is_read_back_equal(name):
 
 NAMES = st.text(string.ascii_lowercase + string.digits + "._", min_size=1, max_size=12)
 NUMBERS = st.integers(0, 10**12)
+MICROS = st.integers(-1, 10**6)
 OPS = st.one_of(
     st.builds(LoadBatch, NUMBERS),
     st.builds(Forward, NAMES, NUMBERS),
     st.builds(Forward, NAMES, NUMBERS, NAMES),
     st.builds(Recompute, NAMES, NUMBERS),
     st.builds(Backward, NAMES, NUMBERS),
-    st.builds(StartSync, NUMBERS, NUMBERS),
-    st.builds(WaitSync, NUMBERS),
+    st.builds(StartSync, NUMBERS, MICROS, NUMBERS, NAMES),
+    st.builds(WaitSync, NUMBERS, MICROS),
+    st.builds(StartUnshard, NUMBERS, NUMBERS),
+    st.builds(WaitUnshard, NUMBERS),
+    st.builds(Reshard, NUMBERS),
+    st.builds(GatherParams, NUMBERS, NUMBERS),
+    st.builds(CheckGradients),
     st.builds(ReduceScalars, NAMES, NUMBERS, NAMES),
     st.builds(ReduceScalars, NAMES, NUMBERS, NAMES, NAMES),
     st.builds(OptimizerStep),
@@ -120,6 +144,8 @@ def any_plans(draw):
         ),
         tuple(tuple(draw(st.lists(OPS, max_size=5))) for _ in range(num_ranks)),
         draw(st.sampled_from(((), (), lengths))),
+        draw(st.integers(0, 9)),
+        draw(NAMES),
     )
 
 
@@ -216,7 +242,7 @@ def test_text_of_another_kind_is_refused(text):
         parse_plan(text)
 
 
-@pytest.mark.parametrize("word", ["kind", "mesh", "dtype", "algorithm", "blocks"])
+@pytest.mark.parametrize("word", ["kind", "mesh", "dtype", "algorithm", "zero", "params", "blocks"])
 def test_a_missing_head_line_is_refused(word):
     lines = [line for line in lines_of() if not line.startswith(word)]
     with pytest.raises(PlanError, match=word):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from small_plans import eval_plan, train_plan
+from small_plans import eval_plan, start_sync, train_plan
 
 from mpisim.cost.price import bytes_matrix, op_table, price_rank
 from mpisim.layouts.metrics import METRIC_NAMES
 from mpisim.mesh import Mesh
 from mpisim.nn.models import build_mlp
 from mpisim.plan.build import build_train_plan
-from mpisim.plan.ops import Forward, GatherMetrics, ReduceScalars, StartSync
+from mpisim.plan.ops import Forward, GatherMetrics, ReduceScalars
 
 FIGURES = 8 * len(METRIC_NAMES)
 """Bytes of one rank's figures of a step."""
@@ -129,7 +129,7 @@ def test_overlap_and_microbatches_cost_no_byte():
 
 def test_the_table_of_an_op_is_that_of_its_collective():
     plan = train_plan([[1]] * 3)
-    axis, table, itemsize = op_table(plan, StartSync(0, 20))
+    axis, table, itemsize = op_table(plan, start_sync(0, 20))
     assert (axis, table.collective, table.count, table.size, itemsize) == (
         "dp", "all_reduce", 20, 3, 8,
     )  # fmt: skip

@@ -52,7 +52,10 @@ def make_run(path, *, losses=(5.0, 4.0, 3.5, 3.25), ranks=2, heldout=1.5, step_s
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     counts = dict(zip(TRAFFIC_FIELDS, (6, 1000, 6, 1000), strict=True))
     nothing = dict.fromkeys(TRAFFIC_FIELDS, 0)
-    traffic = {f"{axis} {name}": counts if axis == "dp" else nothing for axis, name in CHANNELS}
+    traffic = {
+        f"{axis} {name}": counts if (axis, name) == ("dp", "all_reduce") else nothing
+        for axis, name in CHANNELS
+    }
     peak = {**dict.fromkeys(MEMORY_CATEGORIES, 0), "params": 2048 * ranks}
     entry = {
         "traffic": traffic, "predicted_traffic": traffic, "stall_s": {"dp recv": 0.1},
@@ -371,7 +374,7 @@ def test_measured_is_set_beside_predicted(tmp_path):
 
     edit(two / "summary.json", change)
     rows = compare_rows(one, two)
-    (row,) = section(rows, "traffic", axis="dp", what="bytes")
+    (row,) = section(rows, "traffic", axis="dp", collective="all_reduce", what="bytes")
     assert (row["a"], row["a_predicted"], row["b"], row["b_predicted"]) == (2000, 2000, 2001, 2000)
     (row,) = section(rows, "memory", category="params")
     assert (row["b"], row["b_predicted"]) == (5000, 4096)
@@ -403,7 +406,7 @@ def test_real_runs_of_other_rank_counts(finished_run, tmp_path):
     assert heldout["common_steps"] == 2
     last = other.summary["evaluations"][-1]["heldout_loss"]
     assert figure(rows, "held-out loss")[1] == last
-    (sent,) = section(rows, "traffic", axis="dp", what="bytes")
+    (sent,) = section(rows, "traffic", axis="dp", collective="all_reduce", what="bytes")
     assert (
         sent["b"]
         == sent["b_predicted"]
@@ -457,7 +460,9 @@ def test_a_killed_run_is_compared_as_far_as_it_goes(finished_run, killed_run):
 def test_traffic_so_far_is_that_of_all_ranks(tmp_path):
     one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two")
     (two / "summary.json").unlink()
-    (row,) = section(compare_rows(one, two), "traffic", axis="dp", what="messages")
+    (row,) = section(
+        compare_rows(one, two), "traffic", axis="dp", collective="all_reduce", what="messages"
+    )
     assert (row["b"], row["b_predicted"]) == (4 * 6 * 2, None)  # steps, mean, ranks
 
 

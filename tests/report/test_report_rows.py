@@ -208,7 +208,7 @@ def test_a_killed_run_reports_what_it_left(killed_run):
     (sent,) = [
         row
         for row in section(rows, "traffic_so_far")
-        if (row["axis"], row["direction"]) == ("dp", "sent")
+        if (row["axis"], row["collective"], row["direction"]) == ("dp", "all_reduce", "sent")
     ]
     assert sent["rank0_bytes"] == sum(
         step["ranks"]["dp_all_reduce_sent_bytes"][0] for step in steps

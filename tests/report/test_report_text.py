@@ -42,7 +42,10 @@ def make_run(path, *, steps=4, ranks=2):
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     counts = dict(zip(TRAFFIC_FIELDS, (6, 1000, 6, 1000), strict=True))
     nothing = dict.fromkeys(TRAFFIC_FIELDS, 0)
-    traffic = {f"{axis} {name}": counts if axis == "dp" else nothing for axis, name in CHANNELS}
+    traffic = {
+        f"{axis} {name}": counts if (axis, name) == ("dp", "all_reduce") else nothing
+        for axis, name in CHANNELS
+    }
     peak = {**dict.fromkeys(MEMORY_CATEGORIES, 0), "params": 2048}
     totals = [
         {
@@ -107,6 +110,7 @@ memory: peak bytes of what the engine owns, by category
    0-1  params         2,048      2,048     0  2.00 KiB
    0-1  total          2,048      2,048     0  2.00 KiB
   the total peaks on rank 0 at: Forward block=x (categories peak at other moments)
+  not measured beside the ledger (memory.measure)
   resident peak of the process, as the system counts it: 1.00 MiB (interpreter, libraries and all)
 
 replicas: parameters bitwise equal on 2 ranks (sha256 abababababababab)

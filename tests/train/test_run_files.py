@@ -27,6 +27,8 @@ from mpisim.layouts.metrics import (
 from mpisim.train.loop import _Trainer
 from mpisim.train.setup import Setup
 
+NOTHING = dict.fromkeys(TRAFFIC_FIELDS, 0)
+
 # --- run.json (S6) ---------------------------------------------------------------------------
 
 
@@ -124,7 +126,10 @@ def test_the_traffic_of_every_step_is_that_of_its_plan(tmp_path, eval_every, ena
         plan = setup.train_plan(row["rows"])
         for axis, collective in CHANNELS:
             for field in TRAFFIC_FIELDS:
-                values = [price_rank(plan, rank)[axis, collective][field] for rank in range(3)]
+                values = [
+                    price_rank(plan, rank).get((axis, collective), NOTHING)[field]
+                    for rank in range(3)
+                ]
                 spread = [values[0], min(values), sum(values) / 3, max(values)]
                 assert row["ranks"][f"{axis}_{collective}_{field}"] == pytest.approx(spread)
 
@@ -169,7 +174,9 @@ def test_the_live_and_peak_bytes_are_those_of_the_ledger(tmp_path):
     totals = done.summary["ranks"]
     for category in MEMORY_CATEGORIES:
         # At the end of a step, before the evaluation.
-        assert last[f"live_{category}_bytes"][0] == totals[0]["memory"]["live"][category]
+        live = totals[0]["memory"]["live"][category]
+        # Within the step, the numbers of its 12 rows are alive, too.
+        assert last[f"live_{category}_bytes"][0] == live + 8 * 12 * (category == "data")
         assert last[f"peak_{category}_bytes"][3] <= max(
             rank["memory"]["peak"][category] for rank in totals
         )

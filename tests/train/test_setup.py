@@ -10,10 +10,11 @@ from small_jobs import make_config
 import mpisim
 import mpisim.train
 from mpisim.config import config_from_mapping, dump_config
+from mpisim.data.footprint import held_batch_bytes
 from mpisim.errors import ConfigError
 from mpisim.plan.check import check_plan
 from mpisim.plan.text import parse_plan
-from mpisim.train.setup import Setup, batch_row_bytes, build_model, check
+from mpisim.train.setup import Setup, build_model, check
 
 # --- setup -----------------------------------------------------------------------------------
 
@@ -93,7 +94,7 @@ def test_the_bytes_of_a_row_are_those_of_the_data(tmp_path, kind, dtype):
     config = make_config(tmp_path, kind, model={"dtype": dtype})
     batch = load_data(config).train_batch(np.arange(6))
     assert len(batch.arrays()) == 2
-    assert sum(array.nbytes for array in batch.arrays()) == 6 * batch_row_bytes(config)
+    assert sum(array.nbytes for array in batch.arrays()) == held_batch_bytes(config, 6)
 
 
 @pytest.mark.parametrize(("layout", "arrays"), [("packed", 3), ("padded", 2)])
@@ -107,10 +108,10 @@ def test_the_bytes_of_a_decoder_row_are_those_of_the_data(tmp_path, layout, arra
     config = make_config(
         tmp_path, "text", model={"kind": "decoder"}, data={"layout": layout, "window": 12}
     )
-    assert batch_row_bytes(config, length) == arrays * 4 * (length or 12)
+    assert held_batch_bytes(config, 1, length) == arrays * 4 * (length or 12)
     batch = load_data(config).train_batch(np.arange(3))
     assert len(batch.arrays()) == arrays
-    assert sum(array.nbytes for array in batch.arrays()) == 3 * batch_row_bytes(config)
+    assert sum(array.nbytes for array in batch.arrays()) == held_batch_bytes(config, 3)
 
 
 # --- check and plan show ---------------------------------------------------------------------

@@ -271,7 +271,7 @@ def test_words_that_only_a_replay_draws_would_be_counted(monkeypatch):
     real = HANDLERS[Recompute]
 
     def greedy(state, op):
-        state.context(op.block, op.micro).dropout._draw(288, 7)
+        state.context(op.block, op.micro).dropout._stream_at(288, 7)
         real(state, op)
 
     monkeypatch.setitem(HANDLERS, Recompute, greedy)
@@ -287,7 +287,7 @@ def test_words_of_another_place_would_be_counted(monkeypatch):
     real = HANDLERS[Recompute]
 
     def elsewhere(state, op):
-        state.context(op.block, op.micro).dropout._draw(3, 5)
+        state.context(op.block, op.micro).dropout._stream_at(3, 5)
         real(state, op)
 
     monkeypatch.setitem(HANDLERS, Recompute, elsewhere)
