@@ -254,7 +254,9 @@ def microbatch_bounds(lo: int, hi: int, num_microbatches: int) -> tuple[int, ...
     return tuple(lo + bound for bound in chunk_bounds(hi - lo, num_microbatches))
 
 
-def spread_indices(num_samples: int, limit: int) -> np.ndarray:
+def spread_indices(
+    num_samples: int, limit: int, lo: int = 0, hi: int | None = None
+) -> np.ndarray:
     """Return evenly spread, distinct sample numbers for an evaluation.
 
     Parameters
@@ -263,12 +265,17 @@ def spread_indices(num_samples: int, limit: int) -> np.ndarray:
         Samples there are, >= 0.
     limit : int
         Samples wanted at most; 0 means all.
+    lo, hi : int
+        Which of these numbers are returned; by default all of them.
 
     Returns
     -------
-    ndarray of shape (min(limit, num_samples),), int64
+    ndarray of shape (hi - lo,), int64
         Ascending; the same on every rank.
     """
-    if limit == 0 or limit >= num_samples:
-        return np.arange(num_samples, dtype=np.int64)
-    return np.arange(limit, dtype=np.int64) * num_samples // limit
+    wanted = num_samples if limit == 0 else min(limit, num_samples)
+    numbers = np.arange(lo, wanted if hi is None else hi, dtype=np.int64)
+    if wanted < num_samples:
+        numbers *= num_samples
+        numbers //= wanted
+    return numbers

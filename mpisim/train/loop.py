@@ -181,7 +181,7 @@ class _Trainer:
             return
         plan = self.setup.eval_plan(num_rows)
         lo, hi = self._my_rows(num_rows)
-        indices = spread_indices(self.data.num_heldout, num_rows)[lo:hi].copy()
+        indices = spread_indices(self.data.num_heldout, num_rows, lo, hi)
         self.state.ledger.hold("data", indices)
         rows = plan.rows[self.transport.rank]
         bounds = microbatch_bounds(0, hi - lo, len(rows))

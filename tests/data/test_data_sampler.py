@@ -150,6 +150,8 @@ def test_microbatches_cut_a_shard_without_gap():
 def test_spread_indices_are_even_and_distinct():
     assert spread_indices(10, 5).tolist() == [0, 2, 4, 6, 8]
     assert spread_indices(10, 4).tolist() == [0, 2, 5, 7]
+    assert spread_indices(10, 4, 1, 3).tolist() == [2, 5]
+    assert spread_indices(10, 0, 3, 6).tolist() == [3, 4, 5]
     assert spread_indices(10, 0).tolist() == spread_indices(10, 99).tolist() == list(range(10))
     assert spread_indices(0, 0).tolist() == spread_indices(0, 5).tolist() == []
     for limit in range(1, 50):
