@@ -27,8 +27,9 @@ _COLUMNS = {
 _FEW, _MANY = 8, 14
 _V_SHAPED = ("v_min", "v_half", "v_zb")
 _ZBV = (
-    "the published order comes from a search; ours (one repeating pattern, weight gradients where "
-    "a device would wait) keeps as little and leaves p - 1 idle units of half a stage"
+    "ours (one repeating pattern, weight gradients where a device would wait) keeps as little, and "
+    "leaves p - 1 units of half a stage idle; the published order, which has none, is not given by "
+    "a closed rule"
 )
 
 
@@ -165,7 +166,7 @@ def _add_simulated(page: Page, cells: dict) -> None:
             for row in cells["rows"]
             if (row["p"], row["m"], row["F"], row["B"]) == (p, m, seconds["F"], seconds["B"])
         )
-        name = f"1F1B on a clock, p {p}, m {m}, F {seconds['F']}, B {seconds['B']}"
+        name = f"clock, p {p}, m {m}, F {seconds['F']}, B {seconds['B']}"
         page.printed(f"{name}: makespan", row["makespan"], line.makespan, cells["provenance"])
         if "ideal" in row:
             ideal = m * (seconds["F"] + seconds["B"])

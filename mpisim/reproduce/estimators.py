@@ -101,7 +101,7 @@ def build(read: Read) -> Page:
                 item = f"  it {'counts' if value > 0 else 'forgets'} {_NAMES[part]}"
                 page.rows.append(Row(item, None, None, NAMED, None, -value / _GB))
     block = Fraction(2 * _BLOCK_PARAMS, _GB)
-    page.aside("zero 3: one gathered block, 16-bit, in none of the above", None, block, CONTEXT)
+    page.aside("zero 3: a gathered block, in none above", None, block, CONTEXT)
     largest = (deepspeed_zero3_bytes(0, RANKS, _BLOCK_PARAMS)) / _GB
     page.aside("  DeepSpeed code adds 4 bytes of it", largest, block, CONTEXT)
     _add_measured(page, oracle["nanotron"])
@@ -136,6 +136,6 @@ def _add_measured(page: Page, cells: dict) -> None:
             Fraction(ours, _NANOTRON_PARAMS), MEASURED,
         )  # fmt: skip
         page.printed(
-            f"nanotron, zero {zero}, its MiB over 1.04e9 parameters", per_param,
+            f"nanotron, zero {zero}, MiB over its parameters", per_param,
             Fraction(_NANOTRON_MIB[zero]) * _MIB / _NANOTRON_PARAMS, DERIVED,
         )  # fmt: skip

@@ -104,10 +104,12 @@ def _row(
 
 
 def count(rows: Iterable[Row]) -> dict[str, int]:
-    """Return how many rows are ok, wrong, irreproducible, derived (ok or not), and shown only."""
-    counts = dict.fromkeys(
-        ("ok", "wrong", "irreproducible", "derived", "derived_wrong", "shown"), 0
-    )
+    """Return how many rows are ok, wrong, irreproducible, derived, gaps, or only shown.
+
+    derived and gaps are all of their kind; derived_wrong and gaps_open are those not ok.
+    """
+    names = ("ok", "wrong", "irreproducible", "derived", "derived_wrong", "gaps", "gaps_open")
+    counts = dict.fromkeys((*names, "shown"), 0)
     for row in rows:
         if row.provenance == IRREPRODUCIBLE:
             counts["irreproducible"] += 1
@@ -116,8 +118,11 @@ def count(rows: Iterable[Row]) -> dict[str, int]:
         elif row.provenance in COUNTED:
             counts["ok" if row.ok else "wrong"] += 1
         else:
-            counts["derived"] += 1
-            counts["derived_wrong"] += not row.ok
+            kind, bad = {DERIVED: ("derived", "derived_wrong")}.get(
+                row.provenance, ("gaps", "gaps_open")
+            )
+            counts[kind] += 1
+            counts[bad] += not row.ok
     return counts
 
 

@@ -10,6 +10,7 @@ from fractions import Fraction
 from mpisim.reproduce.rows import DERIVED, IRREPRODUCIBLE, Number, Page, Row, count
 
 _WIDTH = 100
+_LONG = 10**13  # from here on a number has nine digits and an exponent
 
 
 def page_text(page: Page) -> str:
@@ -34,10 +35,11 @@ def totals_text(pages: Sequence[Page]) -> str:
 
 def _counts(name: str, pages: Sequence[Page]) -> str:
     counts = count(row for page in pages for row in page.rows)
+    gaps = f"{counts['gaps']} gaps ({counts['gaps_open']} open), " if counts["gaps"] else ""
     return (
         f"{name} {counts['ok']} ok, {counts['wrong']} wrong, "
-        f"{counts['irreproducible']} known irreproducible; {counts['derived']} derived "
-        f"({counts['derived_wrong']} wrong), {counts['shown']} only shown"
+        f"{counts['irreproducible']} irreproducible; {counts['derived']} derived "
+        f"({counts['derived_wrong']} wrong), {gaps}{counts['shown']} shown only"
     )
 
 
@@ -80,6 +82,8 @@ def number_text(value: Number | None, signed: bool = False) -> str:
         return f"{value:,f}"
     exact = Fraction(value)
     sign = "+" if signed and exact else ""
+    if abs(exact) >= _LONG:
+        return f"{float(exact):{sign}.9g}"
     if exact.denominator == 1:
         return f"{exact.numerator:{sign},}"
     digits = max(0, min(8, 7 - len(str(abs(int(exact))))))
