@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,13 @@ from matplotlib.figure import Figure
 
 import mpisim
 from mpisim.config import load_config
+from mpisim.config.schema import DataSection, RunConfig
+from mpisim.data.load import Dataset, load_data
 from mpisim.errors import MpisimError
+from mpisim.layouts.metrics import CHANNELS
 from mpisim.report import load_run
+from mpisim.train.fit import DataSizes, WorstForecast, sizes_of, worst_forecast
+from mpisim.train.setup import Setup
 
 EXPERIMENTS = Path(__file__).parent
 
@@ -51,6 +56,8 @@ class Finished:
     steps: list[Row]
     evaluations: list[Row]
     error: str = ""
+    record: Row = field(default_factory=dict)
+    """run.json."""
 
     @property
     def losses(self) -> list[float]:
@@ -83,6 +90,29 @@ class Finished:
             pairs = [(measured[category], predicted[category]) for measured, predicted in pairs]
         return max(pairs)
 
+    def hook_peak(self) -> int:
+        """Return the largest peak over ranks that the allocator hook counted, bytes.
+
+        Raises
+        ------
+        MpisimError
+            No hook counted, or at the end of some op the ledger held something else.
+        """
+        facts = [entry["memory"]["measured"] for entry in self.summary["ranks"]]
+        if not all(fact["exact"] and fact["gap_bytes"] == 0 for fact in facts):
+            raise MpisimError(
+                f"ranks of {self.path} must be measured by the allocator hook, without a gap to "
+                f"the ledger; got {facts}. Install mpisim where a C compiler is."
+            )
+        return max(fact["peak_bytes"] for fact in facts)
+
+    def sent_bytes_per_step(self, axis: str = "dp") -> int:
+        """Return the bytes that all ranks sent on an axis in the last training step."""
+        ranks = self.steps[-1]["ranks"]
+        names = [f"{a}_{collective}_sent_bytes" for a, collective in CHANNELS if a == axis]
+        # The log keeps the mean over ranks.
+        return round(sum(ranks[name][2] for name in names) * self.variant.ranks)
+
     def sent_bytes(self, axis: str = "dp") -> tuple[int, int]:
         """Return bytes that all ranks sent on an axis, measured and predicted."""
         totals = [0, 0]
@@ -94,12 +124,42 @@ class Finished:
         return totals[0], totals[1]
 
 
+def config_of(name: str, changes: Sequence[str] = ()) -> RunConfig:
+    """Return the config of an experiment with some settings changed."""
+    return load_config(EXPERIMENTS / name / f"{name}.toml", changes)
+
+
+_DATA: dict[tuple[DataSection, str], Dataset] = {}
+
+
+def data_sizes(config: RunConfig) -> DataSizes:
+    """Return what the data adds to the memory of a run; variants of one data set load it once."""
+    key = config.data, config.model.kind
+    if key not in _DATA:
+        _DATA[key] = load_data(config)
+    return sizes_of(config, _DATA[key])
+
+
+def predicted(config: RunConfig, ranks: int) -> tuple[Setup, WorstForecast]:
+    """Return what follows from a config, and the fullest moment of the run, from its plans."""
+    setup = Setup(config, ranks)
+    return setup, worst_forecast(setup, *data_sizes(config))
+
+
+def machine(run: Finished) -> Row:
+    """Return where and with what a run was made."""
+    record = run.record
+    versions = {name: record["versions"][name] for name in ("mpisim", "python", "numpy", "mpi")}
+    host = {name: record[name] for name in ("cores", "platform", "processor", "blas_threads")}
+    return {"host": host, "versions": versions, "kernels": run.summary["kernels"]}
+
+
 def run_variants(name: str, variants: Sequence[Variant]) -> list[Finished]:
     """Train every variant of experiment `name` and read back what it left."""
     done = []
     for variant in variants:
         overrides = [f"run.dir=runs/{name}", f"run.name={variant.name}", *variant.changes]
-        config = load_config(EXPERIMENTS / name / f"{name}.toml", overrides)
+        config = config_of(name, overrides)
         print(f"== {name}: {variant.label}", flush=True)
         error, summary = "", {}
         path = Path(config.run.dir) / config.run.name
@@ -110,7 +170,9 @@ def run_variants(name: str, variants: Sequence[Variant]) -> list[Finished]:
                 raise
             error = str(failed)
         run = load_run(path)
-        done.append(Finished(variant, path, summary, run.steps, run.evaluations, error))
+        done.append(
+            Finished(variant, path, summary, run.steps, run.evaluations, error, run.record)
+        )
     return done
 
 

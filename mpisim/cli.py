@@ -122,6 +122,23 @@ class _Sizes(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
+class _Size(click.ParamType):
+    """A number of bytes, with KiB, MiB or GiB if wanted."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        """Turn text into bytes."""
+        from mpisim.units import parse_bytes
+
+        if not isinstance(value, str):
+            return value
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
 class _Steps(click.ParamType):
     """A range of steps such as 100:110."""
 
@@ -278,9 +295,105 @@ def check(config: Path, ranks: int, overrides: tuple[str, ...], as_json: bool) -
     _print_table(result.text, result.rows, as_json)
 
 
-@cli.group()
+class _PlanGroup(click.Group):
+    """A group whose first word may be a config file: then it is the search."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put the command's name in front where it was left out."""
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
+            args = ["search", *args]
+        return super().parse_args(ctx, args)
+
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the short form of the search, too."""
+        formatter.write_usage(ctx.command_path, "CONFIG --ranks N [--budget SIZE] [OPTIONS]")
+        formatter.write_usage(ctx.command_path, "COMMAND [ARGS]...")
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options of the search before the commands."""
+        search = self.commands["search"]
+        records = [record for param in search.get_params(ctx) if (record := _help_of(param, ctx))]
+        with formatter.section("Options of the search"):
+            formatter.write_dl(records)
+        self.format_commands(ctx, formatter)
+
+
+def _help_of(param: click.Parameter, ctx: click.Context) -> tuple[str, str] | None:
+    return param.get_help_record(ctx)
+
+
+@cli.group(cls=_PlanGroup, epilog=_EXIT_STATUS)
 def plan() -> None:
-    """Show the ops of a step."""
+    """Search a layout of CONFIG that fits a budget, show the ops of a step, check a plan.
+
+    `mpisim plan CONFIG --ranks N --budget 256MiB` (short for `plan search CONFIG ...`) tries
+    microbatches, recompute, ZeRO stage, bucket size, prefetch and, if nothing else fits, 16-bit
+    numbers; every layout is a real plan with an exact forecast of its peak. It lists what fits,
+    cheapest first, and says of each other layout why it does not. Status 1: nothing fits.
+
+    `mpisim plan show CONFIG --ranks N` prints the ops; `mpisim plan check FILE` proves such a text,
+    also one that was edited.
+    """
+
+
+@plan.command("search")
+@_config_argument
+@_ranks_option("Ranks to plan for.", required=True)
+@click.option(
+    "--budget",
+    type=_Size(),
+    metavar="SIZE",
+    help="What a rank may hold, like 256MiB; by default memory.budget_bytes.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["keep", "if-needed", "any"]),
+    default="if-needed",
+    show_default=True,
+    help="Whether 16-bit layouts count, which round otherwise: never, if nothing else fits, or "
+    "always (listed last).",
+)
+@click.option("--no-data", is_flag=True, help="Leave out the data set's bytes: peaks are too low.")
+@click.option(
+    "--write",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the chosen config to a new file.",
+)
+@_set_option
+@_json_option
+def plan_search(
+    config: Path,
+    ranks: int,
+    budget: int | None,
+    precision: str,
+    no_data: bool,
+    write: Path | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+) -> int:
+    """Search a layout of CONFIG on N ranks that fits a budget of memory."""
+    resolved = _load(config, overrides)
+    from mpisim.planner import search_layouts, search_rows, search_text, write_config
+
+    found = search_layouts(resolved, ranks, budget, precision=precision, with_data=not no_data)
+    columns = None
+    if sys.stdout.isatty():
+        import shutil
+
+        columns = shutil.get_terminal_size().columns
+    _print_table(lambda: search_text(found, columns), lambda: search_rows(found), as_json)
+    if found.chosen is None:
+        return _FAILED
+    command = f"mpisim train {config} --ranks {ranks} --set memory.budget_bytes="
+    if write is not None:
+        command = write_config(found, write)
+    else:
+        words = [f"--set {word}" for word in overrides]
+        command += " ".join([str(found.budget_bytes), *words, found.chosen.options]).rstrip()
+    if not as_json:
+        click.echo(f"run it: {command}")
+    return _DONE
 
 
 @plan.command("show")
@@ -293,6 +406,20 @@ def plan_show(config: Path, ranks: int, overrides: tuple[str, ...]) -> None:
     from mpisim.train import plan_text
 
     click.echo(plan_text(resolved, ranks).rstrip("\n"))
+
+
+@plan.command("check")
+@click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
+@_json_option
+def plan_check(file: Path, as_json: bool) -> None:
+    """Prove the plan in FILE, a text of `plan show` that may have been edited.
+
+    An edit that breaks it is refused with the line, or with the op and the number that is wrong.
+    """
+    from mpisim.planner import check_plan_file
+
+    result = check_plan_file(file)
+    _print_table(result.text, result.rows, as_json)
 
 
 @cli.command()

@@ -145,7 +145,12 @@ class PrecisionSection(Section):
 
 def _as_bytes(value: object) -> object:
     """Read a size with a unit; what is no text is left to the type."""
-    return parse_bytes(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise ValueError(f"memory.budget_bytes {str(error).removeprefix('size ')}") from None
 
 
 ByteCount = Annotated[int, BeforeValidator(_as_bytes), Field(ge=0)]
@@ -163,7 +168,8 @@ class MemorySection(Section):
     are replayed together. Fewer kept inputs, but more at the peak when blocks are few."""
     budget_bytes: ByteCount = 0
     """What a rank may hold at one time, bytes or a text such as "64MiB"; 0 means no limit. What
-    counts is what the ledger counts: interpreter and libraries come on top."""
+    counts is what the ledger counts: interpreter and libraries come on top. It holds from building
+    the state to the last step and evaluation, not while data is loaded and weights are gathered."""
     static_check: bool = True
     """Refuse a plan that would pass the budget before it starts; off leaves it to the wall."""
     measure: Literal["auto", "hook", "tracemalloc", "off"] = "auto"

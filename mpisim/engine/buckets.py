@@ -306,6 +306,12 @@ class BucketStore:
             self.ledger.drop(self.gathered)
             self.gathered = None
 
+    def let_go(self) -> None:
+        """Unbind collectives from buffers that a failed step left; none of them runs."""
+        for program in (self.sync, self.gather):
+            if program is not None and program.buffers:
+                self.group.unbind(program)
+
     def gather_updated(self) -> None:
         """Collect what the ranks have updated of the working weights (stages 1 and 2)."""
         program = self.group.bind_all_gather(self.gather_key, self.own_working, self.working)
@@ -325,7 +331,9 @@ def set_gradient(
 ) -> None:
     """Write a first gradient, rounded to the dtype of the sum."""
     if grad.dtype == total.dtype:
-        np.copyto(total, grad)
+        # Bits: a copy of bfloat16 makes an array of one value on the way.
+        bits = f"u{total.itemsize}"
+        np.copyto(total.view(bits), grad.view(bits))
     elif total.itemsize == 2:
         kernels.narrow(grad.reshape(-1), total.dtype, out=total.reshape(-1))
     else:

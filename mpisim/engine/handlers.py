@@ -119,7 +119,7 @@ def recompute(state: EngineState, op: Recompute) -> None:
         step.inputs[state.block_after[op.block], op.micro] = y
         return
     first = step.first_outputs.pop(key)
-    if not _same_bits(y, first):
+    if not _same_bits(y, first, state.update_scratch):
         raise RecomputeMismatch(
             f"the replay of block {op.block} must give the bits of its first forward; got other "
             f"values for microbatch {op.micro} in step {step.step}. A layer draws new random "
@@ -193,6 +193,7 @@ def gather_params(state: EngineState, op: GatherParams) -> None:
     """Collect what the ranks have updated, unless the update was skipped."""
     if not state.step.skipped:
         state.stores[op.bucket].gather_updated()
+        state.broken = op.bucket < len(state.stores) - 1
 
 
 def reduce_scalars(state: EngineState, op: ReduceScalars) -> None:
@@ -270,11 +271,15 @@ HANDLERS: dict[type[Op], Callable[[EngineState, Op], None]] = {
 }
 
 
-def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Compare bits, not values, a tile at a time: a NaN equals itself, and 0 is not -0."""
-    bits = f"u{a.itemsize}"
+def _same_bits(a: np.ndarray, b: np.ndarray, scratch: np.ndarray) -> bool:
+    """Compare bits, not values: a NaN equals itself, and 0 is not -0. `scratch` is bytes."""
+    bits, flags = f"u{a.itemsize}", scratch.view(np.bool_)
     a, b = a.reshape(-1).view(bits), b.reshape(-1).view(bits)
-    return all(bool((a[tile] == b[tile]).all()) for tile in tile_slices(a.size))
+    for tile in tile_slices(a.size, flags.size):
+        same = np.equal(a[tile], b[tile], out=flags[: tile.stop - tile.start])
+        if np.count_nonzero(same) < same.size:
+            return False
+    return True
 
 
 def _owned(arrays: list[np.ndarray], step, micro: int) -> list[np.ndarray]:

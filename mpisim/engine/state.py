@@ -190,13 +190,13 @@ class EngineState:
         )
         self.control.neighbours.append(self.dp)
 
-        self._build_stores(buckets, overlap)
-        self._build_control()
         self.ledger.set_bytes("data", data_bytes)
-        self.update_scratch = np.empty(SCRATCH_BYTES, np.uint8)
-        self.ledger.hold("temp", self.update_scratch)
-        for table in model.tables(policy.compute_dtype):
-            self.ledger.hold("temp", table)
+        self.watch.start()
+        try:
+            self._build_arrays(buckets, overlap)
+        except MemoryError as error:
+            exceeded = self.watch.explained(error)
+            raise exceeded from exceeded.__cause__
         self.watch.start()
         self.meter = StepMeter()
         self.step: StepState | None = None
@@ -217,6 +217,16 @@ class EngineState:
         """Called with start and end of every range of dropout words that is drawn."""
         self.observe_op: Callable[[Op], None] | None = None
         """Called after every op of a step; tests plant faults here."""
+
+    def _build_arrays(self, buckets: tuple[Bucket, ...], overlap: bool) -> None:
+        self._build_stores(buckets, overlap)
+        self._build_control()
+        # Last: what drawing the first weights needs for a moment is less than this (nn.params), so
+        # the budget cannot be passed while the state is built, but by the state itself.
+        self.update_scratch = np.empty(SCRATCH_BYTES, np.uint8)
+        self.ledger.hold("temp", self.update_scratch)
+        for table in self.model.tables(self.policy.compute_dtype):
+            self.ledger.hold("temp", table)
 
     def _build_stores(self, buckets: tuple[Bucket, ...], overlap: bool) -> None:
         policy, settings = self.policy, self.optimizer

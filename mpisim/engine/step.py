@@ -108,10 +108,12 @@ class Engine:
             self._run(plan, current)
         except MemoryError as error:
             # Before anything is freed: it says what was held.
-            exceeded = state.watch.explain(error)
+            exceeded = state.watch.explained(error)
             abandon_step(state)
-            raise exceeded from error
+            raise exceeded from exceeded.__cause__
         except BaseException:
+            # Undoing a step may take a few bytes, and the error on its way keeps arrays alive.
+            state.watch.lift_wall()
             abandon_step(state)
             raise
 

@@ -16,16 +16,18 @@ update made; `EngineState.committed` says which it was.
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 
 from mpisim.engine.buckets import BucketStore
 from mpisim.engine.state import SCRATCH_TILE, EngineState
 from mpisim.errors import BatchError, MpisimError
-from mpisim.nn.numerics import squared_norm
+from mpisim.nn.numerics import squared_norm, tile_slices
 from mpisim.nn.optim import adamw_update, clip_coefficient, sgd_update
 
 FLOAT16_MAX = 65504.0
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def require_clean_start(state: EngineState) -> None:
@@ -121,11 +123,17 @@ def _own_norm(state: EngineState) -> float:
     total = sum(_squared_norm(state, grads) for grads in owned)
     if math.isfinite(total):
         return math.sqrt(total)
-    if not all(np.isfinite(grads).all() for grads in owned):
+    scratch = state.update_scratch
+    if not all(_all_finite(grads, scratch) for grads in owned):
         return math.inf if total == math.inf else math.nan
     # Finite float64 values whose squares overflow: take the norm at their own scale.
-    largest = max(float(np.max(np.abs(grads), initial=0.0)) for grads in owned)
-    return largest * math.sqrt(sum(squared_norm(grads / largest) for grads in owned))
+    largest = max(_largest(grads, scratch) for grads in owned)
+    wide, scaled_sum = scratch.view(np.float64), 0.0
+    for grads in owned:
+        for tile in tile_slices(grads.size, wide.size):
+            part = grads[tile]
+            scaled_sum += squared_norm(np.divide(part, largest, out=wide[: part.size]))
+    return largest * math.sqrt(scaled_sum)
 
 
 def _squared_norm(state: EngineState, grads: np.ndarray) -> float:
@@ -133,6 +141,27 @@ def _squared_norm(state: EngineState, grads: np.ndarray) -> float:
     if grads.itemsize == 2:
         return squared_norm(grads, scratch)
     return state.kernels.squared_norm(grads, scratch)
+
+
+# What a step needs must not depend on its numbers, so these work in the rank's scratch.
+
+
+def _all_finite(flat: np.ndarray, scratch: np.ndarray) -> bool:
+    """Tell whether all values are finite; allocates nothing. `scratch` is bytes."""
+    flags = scratch.view(np.bool_)
+    for tile in tile_slices(flat.size, flags.size):
+        part = flat[tile]
+        if np.count_nonzero(np.isfinite(part, out=flags[: part.size])) < part.size:
+            return False
+    return True
+
+
+def _largest(flat: np.ndarray, scratch: np.ndarray) -> float:
+    """Return the largest magnitude, 0 of nothing; allocates nothing. `scratch` is bytes."""
+    # NumPy makes an array of a single number, too, unless it is given one.
+    place = scratch.view(flat.dtype)[:1].reshape(())
+    low = float(np.minimum.reduce(flat, initial=0.0, out=place))
+    return max(-low, float(np.maximum.reduce(flat, initial=0.0, out=place)))
 
 
 def finish_update(state: EngineState) -> None:
@@ -189,12 +218,11 @@ def _refuse(state: EngineState) -> None:
 def _commit(state: EngineState) -> None:
     if state.observe_gradients is not None:
         state.observe_gradients(true_gradients(state))
-    try:
-        for store in state.stores:
-            _update_store(state, store)
-    except BaseException:
-        state.broken = True
-        raise
+    # Until all of it is done, on every rank: working weights that wait for their gather are stale.
+    state.broken = True
+    for store in state.stores:
+        _update_store(state, store)
+    state.broken = state.zero in (1, 2)
 
 
 def update_overflows(state: EngineState) -> bool:
@@ -244,7 +272,8 @@ def _update_store(state: EngineState, store: BucketStore, rehearse: bool = False
                     state.kernels.narrow(changed[0], target.dtype, out=target)
                     changed.append(target)
             if rehearse:
-                finite = finite and all(np.isfinite(array).all() for array in changed)
+                flags = scratch[-tile:]  # no copy reaches that far
+                finite = finite and all(_all_finite(array, flags) for array in changed)
     return finite
 
 
@@ -299,7 +328,7 @@ def _may_overflow(state: EngineState) -> bool:
     these every intermediate value is finite. Working weights in float16 have a range of their own.
     """
     step, settings = state.step, state.optimizer
-    largest = float(np.finfo(state.policy.param_dtype).max)
+    largest = FLOAT32_MAX if state.policy.param == "float32" else sys.float_info.max
     risky = (
         step.grad_norm > math.sqrt(largest) / 1e3
         or step.lr * (1.0 + settings.weight_decay) > 1e6
@@ -309,10 +338,7 @@ def _may_overflow(state: EngineState) -> bool:
     if state.policy.compute == "float16" and not risky:
         # AdamW moves a weight by a few rates at most, momentum by the sum of many gradients.
         stride = 100.0 if settings.kind == "adamw" else step.grad_norm / (1.0 - settings.momentum)
-        reach = max(
-            max(-float(s.master.min(initial=0.0)), float(s.master.max(initial=0.0)))
-            for s in state.stores
-        )
+        reach = max(_largest(store.master, state.update_scratch) for store in state.stores)
         risky = reach + step.lr * stride > FLOAT16_MAX / 2
     return bool(risky)
 
@@ -321,10 +347,13 @@ def abandon_step(state: EngineState) -> None:
     """Undo what a failed step left: activations, batches, partial gradients, stamps."""
     state.recorder.drop_step()
     clear_gradients(state)
-    if state.zero == 3:
-        for store in state.stores:
+    for store in state.stores:
+        if state.zero == 3:
             state.hide_params(store.bucket.index)
             store.drop_gathered()
+        # Messages that are still on their way may use the buffers: then they stay, until the end.
+        if state.zero >= 2 and state.dp.idle:
+            store.let_go()
     state.ledger.release("activations")
     step = state.step
     if step is not None:

@@ -7,6 +7,7 @@ temp. With an exact tracker the budget is a wall: the allocation that would pass
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from mpisim.errors import MemoryBudgetExceeded
@@ -43,13 +44,20 @@ class MemoryWatch:
         self.measures = tracker.exact
 
     def start(self) -> None:
-        """Take what is there now as the start: everything the rank keeps is in the ledger."""
+        """Take what is there now, but not in the ledger, as start-up; raise the wall.
+
+        Called when the rank begins to build what it keeps, and again when all is there.
+        """
         if not self.measures:
             return
-        ledger = self.ledger
-        self.unknown_bytes = self.tracker.live() - ledger.total
-        if ledger.budget_bytes:
-            self.tracker.set_cap(max(1, ledger.budget_bytes + self.unknown_bytes))
+        self.unknown_bytes = self.tracker.live() - self.ledger.total
+        if self.ledger.budget_bytes:
+            self.tracker.set_cap(max(1, self.ledger.budget_bytes + self.unknown_bytes))
+
+    def lift_wall(self) -> None:
+        """Allow what the budget does not: the job is about to end."""
+        if self.measures and self.ledger.budget_bytes:
+            self.tracker.set_cap(None)
 
     def begin(self, op: str) -> None:
         """Begin an op."""
@@ -75,11 +83,22 @@ class MemoryWatch:
             self.gap_bytes, self.gap_op = gap, ledger.op
         ledger.end_op(peak - ledger.op_total)
 
-    def explain(self, error: MemoryError) -> MemoryBudgetExceeded | MemoryError:
-        """Turn the error of an allocation that hit the wall into one that says what was held."""
-        if self.ledger.budget_bytes and self.measures:
-            return self.ledger.exceeded()
-        return error
+    def explained(self, error: MemoryError) -> MemoryBudgetExceeded | MemoryError:
+        """Return the error of a failed allocation; one at the wall says what was held.
+
+        Lifts the wall: what follows must not fail, too. An error that is none of the wall's comes
+        back as it is.
+        """
+        if not (self.measures and self.ledger.budget_bytes and self.tracker.refused()):
+            return error
+        self.lift_wall()
+        # How much is missing cannot be told: what was freed on the way here is gone.
+        exceeded = self.ledger.exceeded()
+        exceeded.facts |= {
+            "asked": _asked_bytes(error), "in_use": self.tracker.live() - self.unknown_bytes
+        }  # fmt: skip
+        exceeded.__cause__ = error
+        return exceeded
 
     def facts(self) -> dict[str, Any]:
         """Return the figures for the summary; "kind" says who measured."""
@@ -95,3 +114,12 @@ class MemoryWatch:
     def close(self) -> None:
         """Put NumPy's own allocator back."""
         self.tracker.close()
+
+
+def _asked_bytes(error: MemoryError) -> int | None:
+    """Return how many bytes NumPy asked for in vain, if the error tells."""
+    try:
+        shape, dtype = error.args
+        return math.prod(shape) * dtype.itemsize
+    except (TypeError, ValueError, AttributeError):
+        return None

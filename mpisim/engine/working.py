@@ -17,7 +17,6 @@ from mpisim.nn.kernel_memory import (
     squared_norm_peak,
     widen_peak,
 )
-from mpisim.nn.numerics import TILE_ELEMENTS
 from mpisim.nn.precision import Policy
 from mpisim.plan.forecast import Working
 
@@ -63,7 +62,8 @@ def engine_working(config: RunConfig, policy: Policy, conditions: Conditions) ->
     def check(own: int) -> int:
         norm = squared_norm_peak(own, policy.reduce_dtype.itemsize, conditions, scratch=True)
         # NumPy's sum of words, which looks for changed weights, has one of them as its result.
-        return max(norm, 8)
+        # Widening bfloat16 to float64 makes an array of one value of each on the way.
+        return max(norm, 10 if own and policy.reduce == "bfloat16" else 8)
 
     def update(own: int) -> int:
         if reduces_halves:
@@ -81,7 +81,6 @@ def engine_working(config: RunConfig, policy: Policy, conditions: Conditions) ->
 
     return Working(
         load=load,
-        compare=lambda nbytes: min(nbytes // compute.itemsize, TILE_ELEMENTS),
         accumulate=accumulate,
         start_sync=lambda count: narrow_peak(count, wire, conditions, out=True) if has_wire else 0,
         wait_sync=wait_sync,

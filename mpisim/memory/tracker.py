@@ -73,6 +73,10 @@ class Tracker(Protocol):
         """
         ...
 
+    def refused(self) -> int:
+        """Return how many allocations the cap has turned down."""
+        ...
+
     def aside(self) -> AbstractContextManager[None]:
         """Charge arrays made inside to a second count, which the cap does not see."""
         ...
@@ -169,6 +173,9 @@ class _HookTracker:
             )
         self._counter.cap = nbytes
 
+    def refused(self) -> int:
+        return self._counter.refused
+
     def aside(self) -> AbstractContextManager[None]:
         if self._previous is None:
             return contextlib.nullcontext()
@@ -246,6 +253,9 @@ class _TracemallocTracker:
     def set_cap(self, nbytes: int | None) -> None:
         _refuse_cap(self.kind, nbytes)
 
+    def refused(self) -> int:
+        return 0
+
     def aside(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
@@ -291,6 +301,9 @@ class _NoTracker:
 
     def set_cap(self, nbytes: int | None) -> None:
         _refuse_cap(self.kind, nbytes)
+
+    def refused(self) -> int:
+        return 0
 
     def aside(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -8,6 +8,7 @@ value heads, R = H / G query heads per group, K head size, P positions of the ro
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,7 +21,10 @@ from mpisim.nn.arrays import as_rows, require_length, wide_dtype
 from mpisim.nn.layers import Arrays, LayerContext, NoParams, Saved
 
 
-@lru_cache(maxsize=32)
+_making_tables = threading.Lock()
+"""Ranks may be threads: two that miss the cache together would keep two pairs of tables."""
+
+
 def rotary_tables(
     max_len: int, head_size: int, theta: float, dtype: np.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -43,6 +47,14 @@ def rotary_tables(
         Of ``position * theta^(-2 i / K)`` (Su et al. 2021, section 3.2.2). The same arrays on
         every call: they belong to the process, not to a layer or a step.
     """
+    with _making_tables:
+        return _tables(max_len, head_size, theta, dtype)
+
+
+@lru_cache(maxsize=32)
+def _tables(
+    max_len: int, head_size: int, theta: float, dtype: np.dtype
+) -> tuple[np.ndarray, np.ndarray]:
     frequencies = theta ** (-2.0 * np.arange(head_size // 2) / head_size)
     angles = np.arange(max_len)[:, np.newaxis] * frequencies
     tables = np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)

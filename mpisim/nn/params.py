@@ -14,7 +14,7 @@ from mpisim.nn.arrays import Initial, wide_dtype
 from mpisim.nn.layers import Arrays
 from mpisim.nn.models import Model
 
-TILE_NUMBERS = 1 << 14
+TILE_NUMBERS = 1 << 13
 """Numbers that `fill_param` draws at a time."""
 INIT_SCRATCH_BYTES = 12 * TILE_NUMBERS + 8
 """Working space of `fill_param` for a normal parameter: a tile in float64 and one in float32, and

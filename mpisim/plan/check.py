@@ -340,8 +340,8 @@ def _known_bucket(state: _RankState, op: StartSync | StartUnshard | GatherParams
 def _start_sync(state: _RankState, op: StartSync) -> None:
     zero, micros = state.plan.zero, state.num_micros
     bucket = _known_bucket(state, op)
-    collective = "reduce_scatter" if zero else "all_reduce"
-    _require(state, op.collective == collective, f"the sum must be a {collective} with zero {zero}")
+    article, collective = ("a", "reduce_scatter") if zero else ("an", "all_reduce")
+    _require(state, op.collective == collective, f"the sum must be {article} {collective} with zero {zero}")
     if zero >= 2:
         _require(state, 0 <= op.micro < micros, f"a sum must be of one of {micros} microbatches")
         summed = [op.micro]

@@ -86,8 +86,6 @@ class Working:
 
     load: Callable[[int, int | None], int] = _nothing
     """Loading a microbatch of (rows, tokens per row), beyond the batch that is kept."""
-    compare: Callable[[int], int] = _nothing
-    """Comparing two block outputs of so many bytes."""
     accumulate: Callable[[int], int] = _nothing
     """Adding the gradient of a parameter of so many elements to the sum."""
     start_sync: Callable[[int], int] = _nothing
@@ -279,7 +277,6 @@ class _Walk:
         if number:
             self._drop(_Tensor("boundary", micro, number))
         if is_compared:
-            self._need_now(self.working.compare(_output_bytes(block)))
             self._drop(self._output(micro, number))
             self._drop(first)
 

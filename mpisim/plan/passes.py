@@ -196,7 +196,14 @@ def sync_gradients(
 
 
 def _sync_each_micro(ops: list[Op], buckets: Sequence[Bucket], overlap: bool) -> list[Op]:
-    last = {(op.block, op.micro): n for n, op in enumerate(ops) if isinstance(op, Backward)}
+    last: dict[tuple[str, int], int] = {}
+    for place, op in enumerate(ops):
+        if isinstance(op, Backward):
+            key = (op.block, op.micro)
+            last[key] = place
+        elif isinstance(op, Reshard) and place and last and last[key] == place - 1:
+            # A sum starts when the parameters of the block are freed.
+            last[key] = place
     micros = sorted({micro for _, micro in last})
     ready: dict[int, list[tuple[Bucket, int]]] = {}
     for micro in micros:

@@ -2,6 +2,7 @@
 
     load.py       run directory -> `Run`: plain data, no NumPy
     rows.py       `Run` -> flat rows, the one source of every number that is printed
+    excess.py     what ranks left behind that passed their budget
     text.py       rows -> tables for people
     compare*.py   two runs side by side
     traces.py     traces -> stalls and overlap (NumPy)

@@ -15,6 +15,7 @@ Sections, in order:
     memory        peak bytes per rank and category
     memory_measured  what an allocator hook counted, beside the ledger
     replicas      whether all ranks hold the same parameters
+    over_budget   ranks whose memory would have passed the budget, and what they held
     check         how many figures differ from the predicted ones
 
 A `difference` is measured minus predicted. `text.py` prints these rows, `--json` dumps them.
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpisim.layouts.metrics import CHANNELS, MEMORY_CATEGORIES, STALL_CAUSES
+from mpisim.report.excess import excess_rows
 from mpisim.report.load import Run
 
 Row = dict[str, Any]
@@ -41,7 +43,7 @@ def make_rows(run: Run) -> list[Row]:
     rows = [
         _run(run, stalls), *_throughput(run), *_latency(run), *_loss(run), *_baselines(run),
         *_heldout(run), *_traffic(run), *_bytes_matrix(run), *_stalls(run, stalls),
-        *_steady_stalls(run), *_memory(run), *_replicas(run),
+        *_steady_stalls(run), *_memory(run), *_replicas(run), *excess_rows(run),
     ]  # fmt: skip
     if run.summary is not None:
         rows.append(_check(rows))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from mpisim.report.excess import excess_lines
 from mpisim.report.rows import Row
 from mpisim.units import format_bytes, format_seconds
 
@@ -56,6 +57,7 @@ def _alarms(run: Row, sections: dict[str, list[Row]]) -> list[str]:
                 "wrong:"
             )
             lines += [f"  {fault}" for fault in faults]
+    lines += excess_lines(sections.get("over_budget", []))
     if run["damaged_lines"]:
         lines.append(
             f"damaged: {run['damaged_lines']} line(s) of metrics.jsonl are incomplete and left out"

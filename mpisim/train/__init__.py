@@ -1,6 +1,9 @@
 """Trains: from a config to a finished run directory.
 
     setup.py     config -> model, mesh, plans; the static check behind `mpisim check`
+    fit.py       whether all plans of a run keep its budget
+    changes.py   the smallest change that would, tried on real plans
+    excess.py    what a rank leaves behind that passed its budget
     rundir.py    the run directory: run.json, metrics.jsonl, summary.json, trace/
     clock.py     one time axis for ranks on several hosts
     record.py    what a run records about itself

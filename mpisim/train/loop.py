@@ -19,7 +19,7 @@ from mpisim.data.load import Dataset, load_data
 from mpisim.data.sampler import Sampler, microbatch_bounds, shard_rows, spread_indices
 from mpisim.engine.state import EngineState, StepState
 from mpisim.engine.step import Engine
-from mpisim.errors import ConfigError, MpisimError
+from mpisim.errors import ConfigError, MemoryBudgetExceeded, MpisimError
 from mpisim.launch import Job
 from mpisim.layouts.metrics import MEMORY_CATEGORIES, METRIC_NAMES
 from mpisim.memory.tracker import open_tracker, resident_bytes
@@ -27,6 +27,8 @@ from mpisim.plan.build import Plan
 from mpisim.trace.recorder import Recorder
 from mpisim.train.clock import clock_offset_s, host_name
 from mpisim.train.console import Console
+from mpisim.train.excess import record_excess
+from mpisim.train.fit import DRAWING, require_fit, sizes_of
 from mpisim.train.record import run_record
 from mpisim.train.rundir import check_run_dir, create_run_dir, run_dir_of, write_json
 from mpisim.train.setup import Setup
@@ -73,34 +75,49 @@ def train_on(
     The parameters are complete on rank 0.
     """
     config = setup.config
+    require_fit(setup)
     # Before the first message, so that no rank waits in one while another compiles.
     setup.kernels()
     resident_start = resident_bytes()
     tracker = open_tracker(config.memory.measure)
-    data = load_data(config)
-    sampler = Sampler(data.num_train, config.train.global_batch, config.run.seed)
-    run_dir = _agree_and_create(transport, setup, data, overwrite)
-    offset = clock_offset_s(transport)
-    recorder = Recorder(
-        run_dir / "trace" / f"rank-{transport.rank:04d}.bin" if config.trace.enabled else None,
-        {
-            "rank": transport.rank,
-            "ranks": transport.size,
-            "host": host_name(),
-            "clock_offset_s": offset,
-            "memory_categories": list(MEMORY_CATEGORIES),
-        },
-    )
-    state = setup.build_state(transport, recorder, data.nbytes, tracker)
-    trainer = _Trainer(transport, setup, job, data, sampler, state, run_dir)
-    trainer.resident_start_bytes = resident_start
     try:
-        trainer.run()
+        data = load_data(config)
+        sizes = sizes_of(config, data)
+        require_fit(setup, sizes, with_data=True)
+        sampler = Sampler(data.num_train, config.train.global_batch, config.run.seed)
+        run_dir = _agree_and_create(transport, setup, data, overwrite)
+        offset = clock_offset_s(transport)
+        recorder = Recorder(
+            run_dir / "trace" / f"rank-{transport.rank:04d}.bin" if config.trace.enabled else None,
+            {
+                "rank": transport.rank,
+                "ranks": transport.size,
+                "host": host_name(),
+                "clock_offset_s": offset,
+                "memory_categories": list(MEMORY_CATEGORIES),
+            },
+        )
+        try:
+            # Before the budget holds: figures about the data are no part of the training.
+            history = History(data.baselines() if transport.rank == 0 else {})
+            state = setup.build_state(transport, recorder, data.nbytes, tracker)
+            trainer = _Trainer(transport, setup, job, data, sampler, state, run_dir, history)
+            trainer.resident_start_bytes = resident_start
+            try:
+                trainer.run()
+            finally:
+                trainer.close()
+            # The budget ends here: summing up gathers what was shared out.
+            tracker.close()
+            check_drained(transport, [state.dp, state.control])
+            trainer.sum_up()
+        except MemoryBudgetExceeded as error:
+            raise record_excess(run_dir, setup, job, sizes, error) from error
+        finally:
+            # Also of a rank that fails: what it has recorded is complete and readable.
+            recorder.close()
     finally:
-        trainer.close()
-    check_drained(transport, [state.dp, state.control])
-    trainer.sum_up()
-    recorder.close()
+        tracker.close()
     state.dp.close()
     state.control.close()
     transport.barrier()
@@ -119,6 +136,7 @@ class _Trainer:
         sampler: Sampler,
         state: EngineState,
         run_dir: Path,
+        history: History,
     ) -> None:
         self.transport, self.setup, self.job = transport, setup, job
         self.config = setup.config
@@ -127,7 +145,7 @@ class _Trainer:
         self.engine = Engine(state, self.config.train.steps, self._predict_temps)
         self.is_root = transport.rank == 0
         self._num_heldout_bytes: int | None = None
-        self.history = History(data.baselines() if self.is_root else {})
+        self.history = history
         self.console = Console(self.config, job, data.primary_baseline) if self.is_root else None
         self.metrics_file = None
         self.params: dict[str, np.ndarray] = {}
@@ -136,7 +154,20 @@ class _Trainer:
             self.metrics_file = open(run_dir / "metrics.jsonl", "w", encoding="utf-8")
 
     def run(self) -> None:
-        """Make all steps and evaluations."""
+        """Make all steps and evaluations.
+
+        Raises
+        ------
+        MemoryBudgetExceeded
+            An allocation would have passed the budget, in an op or between two plans.
+        """
+        try:
+            self._run()
+        except MemoryError as error:
+            exceeded = self.state.watch.explained(error)
+            raise exceeded from exceeded.__cause__
+
+    def _run(self) -> None:
         steps, every = self.config.train.steps, self.config.train.eval_every
         if self.console is not None:
             self.console.start(self.history.baselines, self.data.record(), self.setup)
@@ -146,7 +177,8 @@ class _Trainer:
             current = self._step(step)
             now = time.perf_counter()
             if self.is_root:
-                self._log(current, now - before)
+                with self.state.watch.tracker.aside():
+                    self._log(current, now - before)
             before = now
             if (every and (step + 1) % every == 0) or step == steps - 1:
                 self._evaluate(step)
@@ -164,6 +196,7 @@ class _Trainer:
     def _step(self, step: int) -> StepState:
         plan = self.setup.train_plan(self.sampler.num_rows(step))
         lo, hi = self._my_rows(self.sampler.num_rows(step))
+        self.state.watch.begin(DRAWING)
         indices = self.sampler.batch_indices(step, lo, hi)
         bounds = microbatch_bounds(0, hi - lo, self.config.train.num_microbatches)
         self.state.ledger.hold("data", indices)
@@ -181,6 +214,7 @@ class _Trainer:
             return
         plan = self.setup.eval_plan(num_rows)
         lo, hi = self._my_rows(num_rows)
+        self.state.watch.begin(DRAWING)
         indices = spread_indices(self.data.num_heldout, num_rows, lo, hi)
         self.state.ledger.hold("data", indices)
         rows = plan.rows[self.transport.rank]
@@ -218,8 +252,9 @@ class _Trainer:
     def _heldout_bytes(self, num_rows: int) -> int:
         """Return the evaluated targets that are bytes; every evaluation has the same rows."""
         if self._num_heldout_bytes is None:
-            indices = spread_indices(self.data.num_heldout, num_rows)
-            self._num_heldout_bytes = self.data.count_bytes("heldout", indices)
+            with self.state.watch.tracker.aside():
+                indices = spread_indices(self.data.num_heldout, num_rows)
+                self._num_heldout_bytes = self.data.count_bytes("heldout", indices)
         return self._num_heldout_bytes
 
     def _my_rows(self, num_rows: int) -> tuple[int, int]:
@@ -253,9 +288,7 @@ class _Trainer:
 
     def sum_up(self) -> None:
         """Write the summary and compare the replicas; all ranks call it."""
-        totals, self.params = collect_totals(
-            self.transport, self.state, self.resident_start_bytes
-        )
+        totals, self.params = collect_totals(self.transport, self.state, self.resident_start_bytes)
         if not self.is_root:
             return
         write_summary(

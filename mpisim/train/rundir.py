@@ -5,6 +5,7 @@
     summary.json    totals of all ranks, predicted beside measured; written at the end
     weights.safetensors  the trained parameters, by name; written at the end
     trace/          one file per rank
+    memory-rank-0002.json  only of a rank whose memory would have passed the budget: what it held
 
 Written by rank 0, except its trace file by every rank.
 """

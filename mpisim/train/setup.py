@@ -94,10 +94,33 @@ class Setup:
                 f"train.global_batch = {lower} or change the number of ranks."
             )
         self.model = build_model(config)
+        self._check_shards(num_ranks)
         self.policy = policy_of(config.model.dtype, config.precision)
         self.loss_scale()
         self._specs: dict[tuple[int, int | None, str], tuple[BlockSpec, ...]] = {}
         self._plans: dict[tuple, Plan] = {}
+
+    def _check_shards(self, num_ranks: int) -> None:
+        """Refuse to share out over ranks what cannot be."""
+        stage = self.config.parallel.zero
+        if not stage:
+            return
+        if num_ranks == 1:
+            raise ConfigError(
+                f"parallel.zero must be 0 with one rank, which has nobody to share with; got "
+                f"{stage}. Set parallel.zero = 0, or start more ranks."
+            )
+        num_params = sum(param.size for param in self.model.param_specs())
+        if num_ranks > num_params:
+            raise ConfigError(
+                f"parallel.zero must leave every rank a parameter; got {num_params} parameters "
+                f"for {num_ranks} ranks with parallel.zero = {stage}. Start at most {num_params} "
+                f"ranks, or set parallel.zero = 0."
+            )
+
+    def share_specs(self, other: Setup) -> None:
+        """Use the block specs of a setup of the same model, precision and kernels."""
+        self._specs = other._specs
 
     def specs(
         self, rows: int, length: int | None = None, kind: str = "train"
@@ -210,9 +233,12 @@ class Setup:
         key = ("eval", num_rows)
         if key not in self._plans:
             rows = []
+            most = -(-num_rows // self.mesh.dp)
             for index in range(self.mesh.dp):
                 lo, hi = shard_rows(num_rows, self.mesh.dp, index)
-                micros = max(1, -(-(hi - lo) // self._rows_per_eval()))
+                # Where every forward gathers parameters, all ranks make equally many.
+                mine = most if self.config.parallel.zero == 3 else hi - lo
+                micros = max(1, -(-mine // self._rows_per_eval()))
                 bounds = microbatch_bounds(lo, hi, micros)
                 rows.append(tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False)))
             plan = build_eval_plan(
@@ -307,9 +333,12 @@ def check(config: RunConfig, ranks: int) -> CheckReport:
     Raises
     ------
     ConfigError, PlanError
-        The layout is impossible, or the plan breaks a rule.
+        The layout is impossible, the plan breaks a rule, or it cannot keep the budget.
     """
+    from mpisim.train.fit import require_fit
+
     setup = Setup(config, ranks)
+    require_fit(setup)
     plan = setup.full_plan()
     return CheckReport(
         plan,

@@ -6,7 +6,10 @@ Threads here; real ranks in `test_zero_ranks.py`, plans and prices in `tests/pla
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
+import threading
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -41,9 +44,18 @@ from mpisim.engine.state import EngineState
 from mpisim.engine.step import Engine
 from mpisim.errors import CommError, MpisimError
 from mpisim.layouts.metrics import CHANNELS, TRAFFIC_FIELDS
+from mpisim.mesh import Mesh
 from mpisim.nn.models import build_mlp
 from mpisim.nn.precision import Policy
-from mpisim.plan.ops import CheckGradients, GatherMetrics, GatherParams, OptimizerStep
+from mpisim.plan.build import build_eval_plan
+from mpisim.plan.ops import (
+    CheckGradients,
+    GatherMetrics,
+    GatherParams,
+    OptimizerStep,
+    StartUnshard,
+    WaitUnshard,
+)
 
 STEPS = 10
 ADAMW = OptimizerSection(
@@ -233,7 +245,7 @@ def test_c038_one_trajectory_per_stage(kind, ranks):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_c038_a_scatter_adds_in_the_order_of_a_ring(kind, ranks):
     """C038, C051: without a norm in the update, stages 0 and 1 give the same bits."""
-    settings = ADAMW.model_copy(update={"clip_norm": None})
+    settings = ADAMW.model_copy(update={"clip_norm": 0.0})
     plain, sharded = (
         run_engine(
             MODELS[kind](), steps_for(kind, ranks, 2), optimizer=settings, zero=zero,
@@ -249,7 +261,9 @@ def test_options_of_a_stage_change_no_bit(zero):
     """Overlap, prefetch, recompute and who is late: the same bits."""
     steps = steps_for("tied", 3, 2, 4)
     runs = [
-        run_engine(small_decoder(DROPOUT), steps, optimizer=ADAMW, zero=zero, bucket_bytes=1, **options)
+        run_engine(
+            small_decoder(DROPOUT), steps, optimizer=ADAMW, zero=zero, bucket_bytes=1, **options
+        )
         for options in (
             {}, {"overlap": False}, {"prefetch": True}, {"recompute": "full", "every": 2},
             {"recompute": "selective", "prefetch": True}, {"synchronous": True},
@@ -276,11 +290,10 @@ def test_every_policy_learns_what_stage_0_learns(name, zero):
     policy, moved = POLICIES[name], Moved()
     steps = steps_for("tied", 3, 2, 5)
     options = {"policy": policy, "bucket_bytes": 700, "recompute": "full"}
-    plain = run_engine(small_decoder(), steps, optimizer=ADAMW, **options)
+    plain = run_engine(small_decoder(), steps, optimizer=MOMENTUM, **options)
     options["zero"] = zero
-    done = run_engine(small_decoder(), steps, optimizer=ADAMW, prepare=moved.prepare, **options)
-    # A step moves a weight by a rate at most: half of one for five steps' rounding.
-    tolerance = 1e-5 if policy.names == ("float32",) * 4 else 0.005
+    done = run_engine(small_decoder(), steps, optimizer=MOMENTUM, prepare=moved.prepare, **options)
+    tolerance = 1e-6 if set(policy.names) == {"float32"} else 5e-3
     assert_close(done.gathered[0], plain.gathered[0], tolerance)
     gathered_bits(done)
     moved.check(small_decoder(), steps, options)
@@ -361,7 +374,8 @@ def test_c035_every_element_counts_once(zero, ranks):
         linear_model(2), [[[rows]] * ranks], overlap=False, zero=zero, optimizer=PLAIN,
         prepare=plant(write(**values)),
     )  # fmt: skip
-    assert {step.grad_norm for (step,) in done.done} == {pytest.approx(13.0, rel=1e-15)}
+    norms = [step.grad_norm for (step,) in done.done]
+    assert norms == pytest.approx([13.0] * ranks, rel=1e-15)
 
 
 @pytest.mark.parametrize("zero", range(4))
@@ -370,7 +384,7 @@ def test_c051_a_shard_is_the_slice_of_the_sum(zero):
     seen: dict[int, list] = {}
 
     def prepare(state):
-        plant(write(weight=state.rank + 1.0, bias=state.rank + 1.0))(state)
+        plant(write(weight=np.full((6, 1), state.rank + 1.0), bias=state.rank + 1.0))(state)
         inner = state.observe_op
 
         def observe(op):
@@ -466,7 +480,7 @@ def test_a_skipped_step_leaves_no_trace(zero, ranks, micros):
     The control starts at half the scale and has no such step.
     """
     steps = decoder_steps(5, ranks, micros)
-    bits: dict[int, list[dict]] = {rank: [] for rank in range(ranks)}
+    bits: dict[int, list[list]] = {rank: [] for rank in range(ranks)}
     moved = Moved()
 
     def overflow(state):
@@ -485,15 +499,8 @@ def test_a_skipped_step_leaves_no_trace(zero, ranks, micros):
             if inner is not None:
                 inner(op)
             if isinstance(op, GatherMetrics):
-                bits[state.rank].append(
-                    {
-                        f"{store.bucket.index} {number}": array.tobytes()
-                        for store in state.stores
-                        for number, array in enumerate(
-                            (store.working, store.master, *store.moments)
-                        )
-                    }
-                )
+                kept = resting(state)
+                bits[state.rank].append([kept[k] for k in ("weights", "masters", "moments")])
 
         state.observe_op = observe
 
@@ -528,7 +535,7 @@ def test_a_skipped_step_leaves_no_trace(zero, ranks, micros):
 @pytest.mark.parametrize("zero", range(4))
 def test_an_update_that_overflows_on_one_rank_is_made_on_none(zero):
     """eps = 0: a gradient of 0 gives 0/0 in one rank's shard only; all ranks refuse alike."""
-    settings = ADAMW.model_copy(update={"eps": 0.0, "clip_norm": None})
+    settings = ADAMW.model_copy(update={"eps": 0.0, "clip_norm": 0.0})
     before: dict[int, list[bytes]] = {}
 
     def prepare(state):
@@ -567,11 +574,11 @@ def resting(state: EngineState) -> dict[str, Any]:
 def failing_run(zero, *, place=None, ranks=2, policy=FLOAT64, **options):
     """Make two steps, fail at op number `place` of the third on all ranks, and make it again.
 
-    Returns what is left, the op of the failure, and whether the retry was refused because messages
-    are on their way.
+    Returns what is left by rank; None if a retry was refused, some messages being on their way.
     """
     model, steps = small_decoder(DROPOUT), decoder_steps(4, ranks, 2)
     plans = make_plans(model, steps, zero=zero, policy=policy, bucket_bytes=700, **options)
+    everyone, idle = threading.Barrier(ranks, timeout=20.0), [True] * ranks
 
     def body(transport):
         state = make_state(transport, model, plans[0], optimizer=ADAMW, policy=policy)
@@ -597,10 +604,13 @@ def failing_run(zero, *, place=None, ranks=2, policy=FLOAT64, **options):
             assert resting(state) == before
             assert gradients_are_zero(state) and state.step is None
             assert state.ledger.live["activations"] == 0
+            idle[transport.rank] = state.dp.idle
+            everyone.wait()
             if not state.dp.idle:
                 with pytest.raises(CommError, match="must be finished before the next one"):
                     step(2)
                 assert resting(state) == before
+            if not all(idle):
                 return None
             assert at_rest(state)
         step(2)
@@ -619,7 +629,7 @@ def undisturbed(zero, policy):
 
 
 def places_of(zero, **options):
-    """Return the number of the last op of every kind before the update, and of two in the middle."""
+    """Return the numbers of the first and the last op of every kind before the update."""
     model, steps = small_decoder(DROPOUT), decoder_steps(1, 2, 2)
     (plan,) = make_plans(model, steps, zero=zero, bucket_bytes=700, **options)
     found: dict[str, int] = {}
@@ -659,8 +669,13 @@ def test_a_failing_step_with_gathers_ahead_leaves_the_state_clean(place):
         assert results == undisturbed(3, FLOAT64)
 
 
-@pytest.mark.parametrize("zero", [1, 2])
-@pytest.mark.parametrize("after", [OptimizerStep, GatherParams])
+@pytest.mark.parametrize(
+    ("zero", "after"),
+    [
+        (0, OptimizerStep), (3, OptimizerStep), (1, OptimizerStep), (2, OptimizerStep),
+        (1, GatherParams), (2, GatherParams),
+    ],
+)  # fmt: skip
 def test_a_failure_between_update_and_gather_is_no_silent_start(zero, after):
     """The update is made, its weights are not collected: no next step may start from them."""
     model, steps = small_decoder(), decoder_steps(2, 2)
@@ -680,7 +695,8 @@ def test_a_failure_between_update_and_gather_is_no_silent_start(zero, after):
         state.observe_op = None
         assert state.committed == 1
         try:
-            engine.train_step(plans[1], 1, copies(steps[1][transport.rank]))
+            mine = steps[1][transport.rank]
+            engine.train_step(plans[1], 1, copies(mine), num_targets(mine))
         except MpisimError:
             return "refused"
         return [store.working.tobytes() for store in state.stores]
@@ -693,9 +709,6 @@ def test_a_failure_between_update_and_gather_is_no_silent_start(zero, after):
 
 def test_a_failing_evaluation_leaves_nothing_gathered():
     """Stage 3: the next step finds a clean rank."""
-    from mpisim.mesh import Mesh
-    from mpisim.plan.build import build_eval_plan
-
     model, steps = small_decoder(), decoder_steps(1, 2)
     (plan,) = make_plans(model, steps, zero=3)
     evaluation = build_eval_plan(
@@ -711,23 +724,56 @@ def test_a_failing_evaluation_leaves_nothing_gathered():
         good = engine.evaluate(evaluation, 0, copies(mine)).global_loss_sum
         assert resting(state) == before and at_rest(state)
         for place in range(len(evaluation.ranks[0])):
+            done = evaluation.ranks[0][: place + 1]
+            starts, waits = (
+                sum(isinstance(op, kind) for op in done) for kind in (StartUnshard, WaitUnshard)
+            )
+            if starts != waits:
+                continue  # messages are on their way: no rank may begin anything else
             count = itertools.count()
 
             def observe(op, place=place, count=count):
-                if next(count) == place and state.dp.idle:
+                if next(count) == place:
                     raise MadeUpError
 
             state.observe_op = observe
-            try:
+            with pytest.raises(MadeUpError):
                 engine.evaluate(evaluation, 0, copies(mine))
-            except MadeUpError:
-                assert resting(state) == before and at_rest(state), place
+            assert resting(state) == before and at_rest(state), place
             state.observe_op = None
         again = engine.evaluate(evaluation, 0, copies(mine)).global_loss_sum
         assert again == good
         engine.train_step(plan, 0, copies(mine), num_targets(mine))
         return good
 
-    job = run_threads(body, 1) if False else run_threads(body, 2)
+    job = run_threads(body, 2)
     for error in job.errors.values():
         raise error
+
+
+def test_what_a_failed_step_had_gathered_is_really_freed():
+    """Nothing is on its way, so nobody may keep what the ledger no longer shows."""
+    model, steps = small_decoder(), decoder_steps(1)
+    (plan,) = make_plans(model, steps, zero=3)
+
+    def body(transport):
+        state = make_state(transport, model, plan, optimizer=ADAMW)
+        mine, gathered = steps[0][0], []
+
+        def observe(op):
+            if isinstance(op, WaitUnshard):
+                found = [store.gathered for store in state.stores]
+                gathered.extend(weakref.ref(a) for a in found if a is not None)
+                del found
+                raise MadeUpError
+
+        state.observe_op = observe
+        with pytest.raises(MadeUpError):
+            Engine(state, 1).train_step(plan, 0, copies(mine), num_targets(mine))
+        gc.collect()
+        assert state.dp.idle and gathered
+        return [ref() is None for ref in gathered]
+
+    job = run_threads(body, 1)
+    assert not job.errors, job.errors
+    assert all(job.results[0])

@@ -535,9 +535,9 @@ def test_an_unknown_stage_in_a_file_is_refused_by_its_number(zero):
 @pytest.mark.parametrize(
     ("plan", "zero", "rule"),
     [
-        (ONE, 0, "must be a all_reduce with zero 0"), (ONE, 2, "must be of one of 2 microbatches"),
+        (ONE, 0, "must be an all_reduce with zero 0"), (ONE, 2, "must be of one of 2 microbatches"),
         (ONE, 3, "must find the parameters of bucket 2 gathered"),
-        (TWO, 0, "must be a all_reduce with zero 0"),
+        (TWO, 0, "must be an all_reduce with zero 0"),
         (TWO, 1, r"must be of all microbatches \(-1\) with zero 1"),
         (TWO, 3, "must find the parameters of bucket 2 gathered"),
         (THREE, 0, "gathered by block with zero 3 only"),

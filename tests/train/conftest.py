@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-folder = Path(__file__).parents[1] / "engine"
-if str(folder) not in sys.path:
-    sys.path.insert(0, str(folder))
+tests = Path(__file__).parents[1]
+for folder in (tests, tests / "engine"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
