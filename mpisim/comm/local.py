@@ -35,7 +35,7 @@ class _Packet:
     __slots__ = ("data", "delivered")
 
     def __init__(self, data: np.ndarray | memoryview, delivered: bool) -> None:
-        self.data = data
+        self.data: np.ndarray | memoryview | None = data
         self.delivered = delivered
 
 
@@ -65,7 +65,8 @@ class LocalMessage:
     def __init__(
         self, transport: LocalTransport, view: np.ndarray, is_send: bool, peer: int, tag: int
     ) -> None:
-        self._transport, self._view = transport, view
+        self._transport = transport
+        self._view: np.ndarray | None = view
         self.is_send, self.peer, self.tag, self.nbytes = is_send, peer, tag, view.nbytes
         self._packet: _Packet | None = None
 
@@ -95,13 +96,16 @@ class LocalMessage:
             packet.delivered = True
             raise length_error(self, transport.rank, received)
         self._view[:received] = packet.data
+        # Before the sender hears of it: it may free the buffer at once and count its memory.
+        packet.data = None
         packet.delivered = True
         if status is not None:
             status.nbytes = received
         return True
 
     def free(self) -> None:
-        """Nothing to release."""
+        """Let go of the buffer; whoever still holds the message must not keep it alive."""
+        self._view = self._packet = None
 
 
 class LocalTransport:

@@ -65,8 +65,12 @@ class MpiMessage:
         self.test = request.Test
 
     def free(self) -> None:
-        """Free the request. It must not be active."""
+        """Free the request. It must not be active.
+
+        Whoever still holds the message must not keep the buffer alive.
+        """
         self._request.Free()
+        self._request = self.start = self.test = None
 
 
 class MpiTransport:

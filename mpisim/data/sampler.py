@@ -254,9 +254,7 @@ def microbatch_bounds(lo: int, hi: int, num_microbatches: int) -> tuple[int, ...
     return tuple(lo + bound for bound in chunk_bounds(hi - lo, num_microbatches))
 
 
-def spread_indices(
-    num_samples: int, limit: int, lo: int = 0, hi: int | None = None
-) -> np.ndarray:
+def spread_indices(num_samples: int, limit: int, lo: int = 0, hi: int | None = None) -> np.ndarray:
     """Return evenly spread, distinct sample numbers for an evaluation.
 
     Parameters

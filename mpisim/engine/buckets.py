@@ -323,7 +323,12 @@ class BucketStore:
         if self.zero == 0:
             return self.master
         whole = np.empty(self.bucket.count, self.policy.param_dtype)
-        return self.group.all_gather(self.master, whole)
+        program = self.group.bind_all_gather(f"master {self.bucket.index}", self.master, whole)
+        self.group.start(program)
+        self.group.wait(program)
+        # Or it would keep the array alive, on every rank.
+        self.group.unbind(program)
+        return whole
 
 
 def set_gradient(

@@ -220,6 +220,8 @@ def reduce_scalars(state: EngineState, op: ReduceScalars) -> None:
         norms[state.rank] = step.own_norm
         # The list of norms, not a sum of squares: those overflow where the norm does not.
         step.grad_norm = math.hypot(*state.sum_scalars(op, norms).tolist()) / step.loss_scale
+        # Finite norms of shards may have one that is not; all ranks see the same bits.
+        step.non_finite_here = step.non_finite_here or not math.isfinite(step.grad_norm)
     elif op.kind == "non_finite":
         worst = NON_FINITE if step.non_finite_here else OVERFLOWS * update_overflows(state)
         found = int(state.sum_scalars(op, [worst])[0])

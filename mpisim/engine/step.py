@@ -151,6 +151,7 @@ class Engine:
         if remember:
             self._memory_left[number] -= 1
         recorder.end_step(number)
+        watch.end_step()
         # It may hold the rows of the whole step, and outlives the step in the caller's hands.
         current.load = None
         state.step = None

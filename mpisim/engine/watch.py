@@ -14,6 +14,9 @@ from mpisim.errors import MemoryBudgetExceeded
 from mpisim.memory.ledger import Ledger
 from mpisim.memory.tracker import Tracker
 
+SAMPLED_STEPS = 2
+"""Steps that Python's tracer watches, where there is no allocator hook."""
+
 
 class MemoryWatch:
     """Watches one rank.
@@ -42,16 +45,17 @@ class MemoryWatch:
         self.figures_peak = 0
         """Most bytes of arrays for figures about the run, which the budget does not count."""
         self.measures = tracker.exact
+        self._samples_left = SAMPLED_STEPS if tracker.kind == "tracemalloc" else 0
 
     def start(self) -> None:
         """Take what is there now, but not in the ledger, as start-up; raise the wall.
 
         Called when the rank begins to build what it keeps, and again when all is there.
         """
-        if not self.measures:
+        if not self.measures and not self._samples_left:
             return
         self.unknown_bytes = self.tracker.live() - self.ledger.total
-        if self.ledger.budget_bytes:
+        if self.measures and self.ledger.budget_bytes:
             self.tracker.set_cap(max(1, self.ledger.budget_bytes + self.unknown_bytes))
 
     def lift_wall(self) -> None:
@@ -69,6 +73,8 @@ class MemoryWatch:
         """End an op: note its temp, and whether measurement and ledger agree."""
         ledger = self.ledger
         if not self.measures:
+            if self._samples_left:
+                self._note_gap(self.tracker.live() - self.unknown_bytes - ledger.total)
             ledger.end_op(predicted_temp)
             return
         tracker, unknown = self.tracker, self.unknown_bytes
@@ -78,10 +84,19 @@ class MemoryWatch:
         aside = tracker.aside_peak()
         if aside > self.figures_peak:
             self.figures_peak = aside
-        gap = tracker.live() - unknown - ledger.total
-        if abs(gap) > abs(self.gap_bytes):
-            self.gap_bytes, self.gap_op = gap, ledger.op
+        self._note_gap(tracker.live() - unknown - ledger.total)
         ledger.end_op(peak - ledger.op_total)
+
+    def _note_gap(self, gap: int) -> None:
+        if abs(gap) > abs(self.gap_bytes):
+            self.gap_bytes, self.gap_op = gap, self.ledger.op
+
+    def end_step(self) -> None:
+        """Stop what is too slow to go on for a whole run: the steps repeat one curve."""
+        if self._samples_left:
+            self._samples_left -= 1
+            if not self._samples_left:
+                self.tracker.close()
 
     def explained(self, error: MemoryError) -> MemoryBudgetExceeded | MemoryError:
         """Return the error of a failed allocation; one at the wall says what was held.
@@ -103,6 +118,8 @@ class MemoryWatch:
     def facts(self) -> dict[str, Any]:
         """Return the figures for the summary; "kind" says who measured."""
         facts: dict[str, Any] = {"kind": self.tracker.kind, "exact": self.measures}
+        if self.tracker.kind == "tracemalloc":
+            facts |= {"gap_bytes": self.gap_bytes, "gap_op": self.gap_op, "steps": SAMPLED_STEPS}
         if self.measures:
             facts |= {
                 "peak_bytes": self.measured_peak, "gap_bytes": self.gap_bytes,

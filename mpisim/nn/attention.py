@@ -20,7 +20,6 @@ from mpisim.nn import kernel_memory as memory
 from mpisim.nn.arrays import as_rows, require_length, wide_dtype
 from mpisim.nn.layers import Arrays, LayerContext, NoParams, Saved
 
-
 _making_tables = threading.Lock()
 """Ranks may be threads: two that miss the cache together would keep two pairs of tables."""
 

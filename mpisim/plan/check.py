@@ -341,7 +341,8 @@ def _start_sync(state: _RankState, op: StartSync) -> None:
     zero, micros = state.plan.zero, state.num_micros
     bucket = _known_bucket(state, op)
     article, collective = ("a", "reduce_scatter") if zero else ("an", "all_reduce")
-    _require(state, op.collective == collective, f"the sum must be {article} {collective} with zero {zero}")
+    rule = f"the sum must be {article} {collective} with zero {zero}"
+    _require(state, op.collective == collective, rule)
     if zero >= 2:
         _require(state, 0 <= op.micro < micros, f"a sum must be of one of {micros} microbatches")
         summed = [op.micro]

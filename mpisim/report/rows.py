@@ -405,7 +405,9 @@ def _measured_memory(rank: int, memory: dict[str, Any]) -> Row:
         "peak_bytes": peak,
         "ledger_peak_bytes": memory["peak_total"],
         "difference_peak_bytes": None if peak is None else peak - memory["peak_total"],
-        "difference_gap_bytes": facts.get("gap_bytes"),
+        # Python's tracer sees the whole process: figures about the run, and other rank threads.
+        "difference_gap_bytes": facts.get("gap_bytes") if facts.get("exact") else None,
+        "traced_gap_bytes": facts.get("gap_bytes") if facts.get("steps") else None,
         "gap_op": facts.get("gap_op"),
         "start_up_bytes": facts.get("start_up_bytes"),
         "figures_peak_bytes": facts.get("figures_peak_bytes"),

@@ -397,12 +397,21 @@ def _signed_bytes(nbytes: int) -> str:
 def _measured(rows: list[Row]) -> list[str]:
     """Say what an independent measurement found."""
     found = [row for row in rows if row["peak_bytes"] is not None]
+    traced = [row["traced_gap_bytes"] for row in rows if row.get("traced_gap_bytes") is not None]
+    if traced:
+        worst = max(traced, key=abs)
+        return [
+            f"  measured by tracemalloc in the first steps, the whole process: measured - ledger = "
+            f"{worst:,}",
+            "  at most at the end of an op (an allocator hook needs a C compiler at installation)",
+        ]
     if not found:
         return ["  not measured beside the ledger (memory.measure)"] if rows else []
     worst = max(found, key=lambda row: row["peak_bytes"])
     differing = [r for r in found if r["difference_peak_bytes"] or r["difference_gap_bytes"]]
     lines = [
-        f"  measured by an allocator hook: peak {worst['peak_bytes']:,} bytes on rank {worst['rank']}"
+        f"  measured by an allocator hook: peak {worst['peak_bytes']:,} bytes on rank "
+        f"{worst['rank']}"
     ]
     if not differing:
         return [*lines, "  measured - ledger = 0 at the peak and at the end of every op, all ranks"]

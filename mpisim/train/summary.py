@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import time
@@ -26,7 +25,7 @@ from mpisim.layouts.metrics import MEMORY_CATEGORIES, TRAFFIC_FIELDS
 from mpisim.memory.tracker import peak_resident_bytes
 from mpisim.plan.build import Plan
 from mpisim.train.clock import host_name
-from mpisim.train.record import digest, iso_time
+from mpisim.train.record import array_digest, digest, iso_time, joint_digest
 from mpisim.train.rundir import write_json
 from mpisim.train.setup import Setup
 from mpisim.train.weights import WEIGHTS_FILE, save_weights
@@ -82,25 +81,28 @@ def collect_totals(
     # First: gathering what is sharded is no traffic of a step.
     mine = _rank_totals(state)
     mine["resident_start_bytes"] = resident_start_bytes
-    params, mine["params_sha256"] = _gather_params(state)
+    params, digests = _gather_params(state)
+    mine |= digests
     return [json.loads(text) for text in transport.exchange(json.dumps(mine))], params
 
 
-def _gather_params(state: EngineState) -> tuple[dict[str, np.ndarray], str]:
-    """Return parameters as they are updated, and a digest that is equal on equal replicas."""
+def _gather_params(state: EngineState) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Return parameters as they are updated, and digests that are equal on equal replicas."""
     if state.zero == 0:
-        return state.master, digest(state.master)
-    digests, params = {}, {}
+        return state.master, {"params_sha256": digest(state.master)}
+    digests, working_digests, params = {}, {}, {}
     for store in state.stores:
         # A bucket at a time: no rank but the one that writes them ever holds all.
         views = store.views(store.gather_master())
-        digests |= {name: digest({name: array}) for name, array in views.items()}
+        digests |= {name: array_digest(array) for name, array in views.items()}
         if state.zero < 3:
             working = store.views(store.working)
-            digests |= {f"working {name}": digest({name: a}) for name, a in working.items()}
+            working_digests |= {name: array_digest(array) for name, array in working.items()}
         if state.rank == 0:
             params |= views
-    return params, hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+    return params, {
+        "params_sha256": joint_digest(digests), "working_sha256": joint_digest(working_digests),
+    }  # fmt: skip
 
 
 def write_summary(
@@ -179,7 +181,7 @@ def assert_replicas_equal(totals: list[dict[str, Any]]) -> None:
     PlanError
         Two replicas differ in some bit.
     """
-    digests = {entry["params_sha256"] for entry in totals}
+    digests = {(entry["params_sha256"], entry.get("working_sha256")) for entry in totals}
     if len(digests) > 1:
         raise PlanError(
             f"replicas must hold the same bits; got {len(digests)} different sets of parameters. "

@@ -232,6 +232,10 @@ def test_the_short_last_batch_and_the_evaluation_count(tmp_path):
     longer = with_settings(config, [("train.steps", 2), ("train.eval_rows", 0)])
     assert sizes_of(longer, data) == DataSizes(data.nbytes, data.num_heldout, data.num_train - 960)
     setup = Setup(config, 1)
+    planned, real = [], setup.train_plan
+    setup.train_plan = lambda num_rows: planned.append(num_rows) or real(num_rows)
+    worst_forecast(setup, short_rows=7)
+    assert {7, 960} <= set(planned)
     alone = worst_forecast(setup)
     assert alone.plan.startswith("train-")
     assert worst_forecast(setup, eval_rows=50_000).plan.startswith("eval-")
@@ -509,7 +513,7 @@ def test_no_check_is_made_without_a_budget_or_if_it_is_switched_off(tmp_path, mo
 @with_hook
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_hit_ends_all_real_ranks(tmp_path, capfd, overlap):
-    """Only rank 0 hits the wall, while the others wait for it: no hang, one clear line, status 1."""
+    """Only rank 0 hits the wall, the others wait for it: no hang, one clear line, status 1."""
     config = small(tmp_path, parallel={"overlap": overlap, "bucket_bytes": 300})
     worst = worst_of(budgeted(config, NO_LIMIT), 3)
     config = budgeted(config, worst.peak_total - 1)
