@@ -139,7 +139,7 @@ class _Builder:
                 continue
             built = Row(row, self.send(row, sent), self.recv(row, x[row.recv_lo : row.recv_hi]))
             if held is not None and not copied:
-                built.copy = (x[held[0] : held[1]], held[2])
+                built.copy = (_as_bits(x[held[0] : held[1]]), _as_bits(held[2]))
                 copied, held = True, None
             rows.append(built)
         return rows
@@ -337,12 +337,12 @@ def _build_rows(
                 "overlap. Pass an array of its own."
             )
         if table.size == 1:
-            return [], exchange_steps, (out, x)
+            return [], exchange_steps, (_as_bits(out), _as_bits(x))
         if table.segments > 1:
             return builder.pipelined_scatter(x, out), pipeline_steps, None
         return builder.private(x, out), exchange_steps, None
     if out is not None and not _same_memory(out[own], x):
-        before = (out[own], x)
+        before = (_as_bits(out[own]), _as_bits(x))
     if table.collective == "gather":
         target = out if out is not None else x
         rows = []
@@ -353,6 +353,11 @@ def _build_rows(
         return rows, exchange_steps, before
     rows = builder.pipelined_gather(out)
     return rows, (pipeline_steps if table.segments > 1 else exchange_steps), before
+
+
+def _as_bits(array: np.ndarray) -> np.ndarray:
+    """View values as integers: a copy of bfloat16 makes an array of one value on the way."""
+    return array.view(f"u{array.itemsize}")
 
 
 def _same_memory(a: np.ndarray, b: np.ndarray) -> bool:

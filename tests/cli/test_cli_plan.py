@@ -1,4 +1,4 @@
-"""`mpisim plan`: the search by its short name, the ops of a step, and a plan text that is proved."""
+"""`mpisim plan`: the search by its short name, the ops of a step, a plan text that is proved."""
 
 from __future__ import annotations
 

@@ -34,10 +34,6 @@ bytes and takes one or an item, which are counted as 0."""
 STARTUP_BYTES = 24
 """Arrays of a process that are there when training starts and in no category: the first random
 generator leaves 16 bytes, and empty arrays of the loaded data take one each."""
-COPY_BYTES = 2
-"""What a copy of bfloat16 between a rank's arrays makes on the way: one value. The collectives copy
-so; elsewhere the engine copies bits."""
-_COPYING = ("StartSync", "WaitSync", "StartUnshard", "WaitUnshard", "GatherParams")
 
 # --- what a rank sees -------------------------------------------------------------------------
 
@@ -55,7 +51,6 @@ class StrictWatch(MemoryWatch):
         self.empty = False
         """The running step has a microbatch without rows."""
         self.num_empty_ops = 0
-        self.has_bfloat16 = False
         self.num_ops = 0
         StrictWatch.opened.append(self)
 
@@ -71,8 +66,6 @@ class StrictWatch(MemoryWatch):
         if self.step.skipped and ledger.op == "OptimizerStep":
             # It only clears the gradients; the forecast is that of an update.
             beyond = max(0, beyond)
-        elif self.has_bfloat16 and beyond > 0 and ledger.op.startswith(_COPYING):
-            beyond = max(0, beyond - COPY_BYTES)
         if not (0 <= gap <= allowed and 0 <= beyond <= allowed):
             self.differences[ledger.op, predicted_temp, temp - predicted_temp, gap] += 1
         super().end(predicted_temp)
@@ -95,7 +88,6 @@ def strict_ops() -> Iterator[list[StrictWatch]]:
     def enter(state: EngineState, plan: Plan, step: StepState) -> None:
         state.watch.empty = 0 in plan.rows[state.rank]
         state.watch.step = step
-        state.watch.has_bfloat16 = "bfloat16" in state.policy.names and plan.mesh.size > 1
         before[1](state, plan, step)
 
     state_module.MemoryWatch, EngineState.enter = StrictWatch, enter
@@ -116,7 +108,10 @@ def forecast_differences(summary: dict[str, Any]) -> list[str]:
             f"{what} {category}": (measured[what][category], predicted[what][category])
             for what in ("peak", "at_peak") for category in MEMORY_CATEGORIES
         }  # fmt: skip
-        if hook["gap_bytes"] > 0 and 0 <= pairs["peak temp"][0] - pairs["peak temp"][1] <= EMPTY_BYTES:
+        if (
+            hook["gap_bytes"] > 0
+            and 0 <= pairs["peak temp"][0] - pairs["peak temp"][1] <= EMPTY_BYTES
+        ):
             # Empty arrays on top of an op that needs as much in a step without rows as in others.
             del pairs["peak temp"]
         pairs["peak_total"] = measured["peak_total"], predicted["peak_total"]
@@ -167,7 +162,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "zero": (0, 1, 2, 3),
     "prefetch": (False, True),
     "overlap": (False, True),
-    "recompute": (("none", 1), ("selective", 1), ("full", 1), ("full", 2)),
+    "recompute": ("none", "selective", "full", "full every 2"),
     "micros": (1, 2, 4),
     "precision": tuple(PRECISIONS),
     "kernels": KERNELS,
@@ -215,7 +210,7 @@ def _canonical(case: Case) -> Case:
         fixed += _OF_MLPS
     else:
         fixed += _OF_DECODERS
-        if case["recompute"][0] == "selective":
+        if case["recompute"] == "selective":
             fixed += ["recompute"]
     case |= {name: FACTORS[name][0] for name in fixed}
     return case
@@ -275,9 +270,10 @@ def cover(count: int, seed: int = 0, **limits: tuple[Any, ...]) -> tuple[list[Ca
 
 def name_of(case: Case) -> str:
     """Return the settings of a case that are not the first of their factor."""
-    return ", ".join(
-        f"{name}={value}" for name, value in case.items() if value != FACTORS[name][0]
-    ) or "all first values"
+    return (
+        ", ".join(f"{name}={value}" for name, value in case.items() if value != FACTORS[name][0])
+        or "all first values"
+    )
 
 
 def config_of(case: Case, folder: Path) -> RunConfig:
@@ -285,10 +281,10 @@ def config_of(case: Case, folder: Path) -> RunConfig:
     pieces = case["ranks"] * case["micros"]
     batch = pieces * max(1, 24 // pieces)
     dtype, precision = PRECISIONS[case["precision"]]
-    wide, recompute = case["wide"], case["recompute"]
+    wide, (recompute, _, every) = case["wide"], case["recompute"].partition(" every ")
     sections: dict[str, dict[str, Any]] = {
         "precision": precision,
-        "memory": {"recompute": recompute[0], "recompute_every": recompute[1], "measure": "hook"},
+        "memory": {"recompute": recompute, "recompute_every": int(every or 1), "measure": "hook"},
         "compute": {"kernels": case["kernels"]},
         "optimizer": {
             "kind": "adamw" if case["optimizer"] == "adamw" else "sgd", "lr": 1e-3,
@@ -296,8 +292,8 @@ def config_of(case: Case, folder: Path) -> RunConfig:
             "clip_norm": 0.5 * case["clip"], "weight_decay": 0.01,
         },
         "train": {
-            "steps": 3 if "skipped" in case["precision"] else 2, "global_batch": batch, "num_microbatches": case["micros"],
-            "eval_rows": case["eval_rows"],
+            "steps": 3 if "skipped" in case["precision"] else 2, "global_batch": batch,
+            "num_microbatches": case["micros"], "eval_rows": case["eval_rows"],
         },
         "parallel": {
             "zero": case["zero"], "prefetch": case["prefetch"], "overlap": case["overlap"],

@@ -2,7 +2,8 @@
 
 Exact for every op of every rank: what the hook counts at its end is what the ledger holds, and what
 it needed at its fullest moment is what was predicted. Three exceptions, all in `exactness`: empty
-arrays of microbatches without rows, the update of a skipped step, copies of bfloat16 in collectives.
+arrays of microbatches without rows, the update of a skipped step, and the copy of bfloat16 in a
+collective.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def test_every_byte_is_predicted_held_and_measured(tmp_path, number):
     assert rows[0] == config.train.global_batch
     for watch in found:
         assert 0 <= watch["unknown_bytes"] + shared <= STARTUP_BYTES, name_of(case)
-        assert watch["num_ops"] > 5 * len(rows) > watch["num_empty_ops"] * 0
+        assert watch["num_ops"] > 5 * len(rows)
     if "skipped" in case["precision"]:
         assert [row["skipped"] for row in done.steps] == [True, False, False]
 

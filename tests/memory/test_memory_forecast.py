@@ -9,7 +9,7 @@ import pytest
 from small_jobs import make_config, train
 
 from mpisim.comm.local import run_threads
-from mpisim.engine.state import EngineState
+from mpisim.engine.state import SCRATCH_BYTES, EngineState
 from mpisim.layouts.metrics import METRIC_NAMES
 from mpisim.mesh import Mesh
 from mpisim.nn.models import build_mlp
@@ -62,7 +62,8 @@ def test_predicted_peaks_are_the_measured_ones(tmp_path, kind, hidden, activatio
             live, peak = rank["memory"]["live"], rank["memory"]["peak"]
             assert live["activations"] == 0
             assert live["data"] < peak["data"]
-            for category in ("params", "grads", "optimizer", "comm_buffers", "temp"):
+            assert live["temp"] == SCRATCH_BYTES <= peak["temp"]
+            for category in ("params", "grads", "optimizer", "comm_buffers"):
                 assert live[category] == peak[category]
 
 
@@ -128,11 +129,15 @@ def test_a_forecast_by_hand(tmp_path):
     assert memory.live["optimizer"] == 2 * params
     # One rank needs no scratch: the scalars (1 + 2 + 1 + 3), its figures, and their collection.
     assert memory.live["comm_buffers"] == (7 + 2 * len(METRIC_NAMES)) * 8
-    assert memory.peak["data"] == 24 * (3 + 2) * 8
+    # Features, targets, and which samples they are.
+    assert memory.peak["data"] == 24 * (3 + 2) * 8 + 24 * 8
     # Forward keeps y (24, 5) once for tanh and for the head, and the head the difference (24, 2);
     # the gradient of y comes on top while the head runs backward.
     assert memory.peak["activations"] == 24 * (5 + 2 + 5) * 8
-    assert memory.peak_op == "Backward block=head micro=0"
+    # Block 0 then holds y and its gradient; it makes the one before tanh and those of its weights.
+    assert memory.peak_op == "Backward block=block0 micro=0"
+    assert memory.at_peak["activations"] == 24 * (5 + 5) * 8
+    assert memory.at_peak["temp"] == SCRATCH_BYTES + 24 * 5 * 8 + (3 * 5 + 5) * 8
     assert memory.peak_total == sum(memory.at_peak.values())
 
 
@@ -142,7 +147,7 @@ def test_a_forecast_does_not_change_the_live_bytes_of_its_start(tmp_path):
     for plan in (setup.full_plan(), setup.eval_plan(9)):
         forecast = setup.forecast(plan, 0, data_bytes=1000)
         assert forecast.live["activations"] == 0
-        assert forecast.live["data"] == 1000
+        assert forecast.live["data"] == 1000 + 8 * sum(plan.rows[0])
 
 
 def scratch_kept_alive(communicator):
