@@ -231,9 +231,7 @@ def _message_handles(received: set[int | None]) -> list[Patch]:
     """Return the legend of the messages; it names buckets that are there, and no others."""
     handles = []
     for parity, colour in enumerate(BUCKET_COLOURS):
-        buckets = sorted(
-            key for key in received if key not in (None, PARAMS) and key % 2 == parity
-        )
+        buckets = sorted(key for key in received if key not in (None, PARAMS) and key % 2 == parity)
         if buckets:
             named = ", ".join(map(str, buckets[:2])) + (", ..." if len(buckets) > 2 else "")
             word = "bucket" if len(buckets) == 1 else "buckets"
