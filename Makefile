@@ -17,7 +17,7 @@ BUILD_FILES := pyproject.toml setup.py mpisim/memory/_allocator.c
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-mpich demo overlap accumulation recompute precision ranks reproduce test test-all lint format plots bench bench-step bench-mpich wheel clean
+.PHONY: help install install-mpich demo overlap accumulation recompute precision ranks zero memory-ablation budget reproduce test test-all lint format plots bench bench-step bench-mpich wheel clean
 
 help: ## List all targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -89,6 +89,15 @@ precision: install ## float32, bfloat16, float16: curves and skipped steps
 
 ranks: install ## The same global batch on 1, 2 and 4 ranks: the same curve
 	$(call experiment,ranks)
+
+zero: install ## What each ZeRO stage takes off a rank, and what it sends for it
+	$(call experiment,zero)
+
+memory-ablation: install ## One budget: all techniques, each one removed, none
+	$(call experiment,memory-ablation)
+
+budget: install ## The largest decoder under 64 MiB a rank, with and without each technique
+	$(call experiment,budget)
 
 reproduce: install ## Published tables beside ours, and their figures
 	$(BIN)/mpisim reproduce all

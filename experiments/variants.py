@@ -29,6 +29,14 @@ from mpisim.train.setup import Setup
 
 EXPERIMENTS = Path(__file__).parent
 
+TECHNIQUES = {
+    "recompute": ("memory.recompute=none",),
+    "16 bits": ("precision.compute=same", "precision.reduce=same"),
+    "ZeRO": ("parallel.zero=0",),
+    "accumulation": ("train.num_microbatches=1",),
+}
+"""What saves memory -> the settings without it; a config with all of them is where one starts."""
+
 Row = dict[str, Any]
 
 
@@ -132,6 +140,19 @@ def config_of(name: str, changes: Sequence[str] = ()) -> RunConfig:
 _DATA: dict[tuple[DataSection, str], Dataset] = {}
 
 
+def technique_sets(alone: bool = False) -> dict[str, tuple[str, ...]]:
+    """Return the settings of: all techniques, each one removed, each one `alone`, none; by name."""
+
+    def removed(*names: str) -> tuple[str, ...]:
+        return tuple(change for name in names for change in TECHNIQUES[name])
+
+    sets = {"all": ()} | {f"without {name}": removed(name) for name in TECHNIQUES}
+    if alone:
+        for name in TECHNIQUES:
+            sets[f"only {name}"] = removed(*(other for other in TECHNIQUES if other != name))
+    return sets | {"none": removed(*TECHNIQUES)}
+
+
 def data_sizes(config: RunConfig) -> DataSizes:
     """Return what the data adds to the memory of a run; variants of one data set load it once."""
     key = config.data, config.model.kind
@@ -170,9 +191,7 @@ def run_variants(name: str, variants: Sequence[Variant]) -> list[Finished]:
                 raise
             error = str(failed)
         run = load_run(path)
-        done.append(
-            Finished(variant, path, summary, run.steps, run.evaluations, error, run.record)
-        )
+        done.append(Finished(variant, path, summary, run.steps, run.evaluations, error, run.record))
     return done
 
 

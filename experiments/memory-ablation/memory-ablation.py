@@ -1,121 +1,176 @@
-"""Four memory techniques under one budget, each taken away alone: what fits, at what price.
+"""What each technique is worth under one budget: all of them, each one removed, none.
 
 Run by `make memory-ablation`, which puts experiments/ and plots/ on the module path.
 """
 
 from __future__ import annotations
 
-from common import MEMORY_COLOURS, VERMILION, heading
-from variants import EXPERIMENTS, Finished, Variant, run_variants, table, write
+import statistics
 
-from mpisim.config import load_config
-from mpisim.layouts.metrics import MEMORY_CATEGORIES
-from mpisim.plan.ops import Recompute
-from mpisim.train.setup import Setup
+from common import BLACK, BLUE, DARK_GREY, GREEN, MEMORY_COLOURS, VIOLET, heading
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from variants import (
+    Row,
+    Variant,
+    config_of,
+    data_sizes,
+    machine,
+    predicted,
+    run_variants,
+    table,
+    technique_sets,
+    write,
+)
+
+from mpisim.train.changes import work_of
 from mpisim.units import format_bytes
 
-BUDGET = 16 << 20
-TECHNIQUES = {
-    "recompute": "memory.recompute=full",
-    "16-bit values": "precision.compute=bfloat16",
-    "ZeRO-3": "parallel.zero=3",
-    "accumulation": "train.num_microbatches=8",
-}
-VARIANTS = (
-    Variant("all", "all four", tuple(TECHNIQUES.values())),
-    *(
-        Variant(f"without-{number}", f"without {name}",
-                tuple(value for other, value in TECHNIQUES.items() if other != name))
-        for number, name in enumerate(TECHNIQUES, start=1)
-    ),
-    Variant("none", "none of them"),
-)  # fmt: skip
-
-
-def recomputed_flops(run: Finished) -> int:
-    """Return the floating-point operations that the replays of one step take, all ranks."""
-    config = load_config(
-        EXPERIMENTS / "memory-ablation" / "memory-ablation.toml", list(run.variant.changes)
-    )
-    setup = Setup(config, run.variant.ranks)
-    plan, total = setup.full_plan(), 0
-    for rank, ops in enumerate(plan.ranks):
-        for op in ops:
-            if isinstance(op, Recompute):
-                blocks = {block.name: block for block in setup.specs(plan.rows[rank][op.micro])}
-                total += blocks[op.block].forward_flops
-    return total
+NAME = "memory-ablation"
+RANKS = 2
+ROUNDS = 3
+"""Times every variant is run, in turn, so that what else the machine does strikes all alike."""
+WARM_UP = 3
+"""First steps of a run whose time does not count."""
+LIFTED = "memory.budget_bytes=1GiB"
+"""What does not fit runs all the same, with the same evaluation, to be measured."""
 
 
 def main() -> None:
-    """Train, compare, write."""
-    runs = run_variants("memory-ablation", VARIANTS)
+    """Predict, train, compare, write."""
+    budget = config_of(NAME).memory.budget_bytes
+    forecasts = {
+        name: predicted(config_of(NAME, changes), RANKS)
+        for name, changes in technique_sets().items()
+    }
+    fits = {name: worst.peak_total <= budget for name, (_, worst) in forecasts.items()}
+    runs = run_variants(
+        NAME,
+        [
+            Variant(
+                f"{name.replace(' ', '-').lower()}-{number}",
+                f"{name}{'' if fits[name] else ', budget lifted'}, round {number} of {ROUNDS}",
+                changes if fits[name] else (*changes, LIFTED), RANKS,
+            )
+            for number in range(1, ROUNDS + 1)
+            for name, changes in technique_sets().items()
+        ],
+    )  # fmt: skip
+    rounds = [runs[start :: len(forecasts)] for start in range(len(forecasts))]
+    step_s = [
+        statistics.median(row["step_s"] for run in same for row in run.steps[WARM_UP:])
+        for same in rounds
+    ]
     rows = []
-    for run in runs:
-        peak, predicted = run.peak()
-        fullest = max(run.summary["ranks"], key=lambda entry: entry["memory"]["peak_total"])
-        sent = sum(
-            run.steps[-1]["ranks"][f"dp_{name}_sent_bytes"][2] * run.variant.ranks
-            for name in ("all_reduce", "reduce_scatter", "all_gather")
-        )
+    for (run, *again), median_s, (name, (setup, worst)) in zip(
+        rounds, step_s, forecasts.items(), strict=True
+    ):
+        assert all(other.peak() == run.peak() and other.losses == run.losses for other in again)
+        fullest = max((entry["memory"] for entry in run.summary["ranks"]),
+                      key=lambda memory: memory["peak_total"])  # fmt: skip
+        work = work_of(setup)
+        sent = run.sent_bytes_per_step("dp") + run.sent_bytes_per_step("control")
         rows.append(
             {
-                "variant": run.variant.label,
-                "peak_bytes": peak,
-                "predicted_peak_bytes": predicted,
-                "at_peak": fullest["memory"]["at_peak"],
-                "budget_bytes": BUDGET,
-                "fits": predicted <= BUDGET,
-                "sent_bytes": round(sent),
-                "recomputed_flops": recomputed_flops(run),
-                "median_step_s": run.median_step_s,
+                "techniques": name,
+                "settings": run.variant.changes,
+                "ranks": RANKS,
+                "data_sizes": data_sizes(setup.config)._asdict(),
+                "budget_bytes": budget,
+                "fits": fits[name],
+                "peak_bytes": run.peak()[0],
+                "hook_peak_bytes": run.hook_peak(),
+                "predicted_peak_bytes": worst.peak_total,
+                "at_peak": fullest["at_peak"],
+                "sent_bytes_per_step": sent,
+                "predicted_sent_bytes_per_step": work.bytes_moved,
+                "recomputed_flops_per_step": work.recomputed_flops,
+                "median_step_s": median_s,
+                "step_time_ratio": median_s / step_s[0],
                 "last_loss": run.losses[-1],
+                **machine(run),
             }
         )
-    fastest = min(row["median_step_s"] for row in rows)
     text = table(
         rows,
         {
-            "techniques": lambda r: r["variant"],
-            "peak, bytes": lambda r: f"{r['peak_bytes']:,}",
-            "predicted": lambda r: f"{r['predicted_peak_bytes']:,}",
-            f"fits {format_bytes(BUDGET)}": lambda r: "yes" if r["fits"] else "no",
-            "sent a step, bytes": lambda r: f"{r['sent_bytes']:,}",
-            "recomputed, Mflop": lambda r: f"{r['recomputed_flops'] / 1e6:,.0f}",
+            "techniques": lambda r: r["techniques"],
+            f"fits {format_bytes(budget)}": lambda r: "yes" if r["fits"] else "no",
+            "peak of a rank, bytes": lambda r: f"{r['peak_bytes']:,}",
+            "allocator hook": lambda r: f"{r['hook_peak_bytes']:,}",
+            "forecast": lambda r: f"{r['predicted_peak_bytes']:,}",
+            "share of the budget": lambda r: f"{r['peak_bytes'] / budget:.0%}",
+            "sent per step, bytes": lambda r: f"{r['sent_bytes_per_step']:,}",
+            "from the step tables": lambda r: f"{r['predicted_sent_bytes_per_step']:,}",
+            "recomputed, Gflop per step": lambda r: f"{r['recomputed_flops_per_step'] / 1e9:.2f}",
             "step, ms": lambda r: f"{r['median_step_s'] * 1e3:.0f}",
-            "step time": lambda r: f"{r['median_step_s'] / fastest:.2f}x",
+            "step time": lambda r: f"{r['step_time_ratio']:.2f}x",
             "last loss": lambda r: f"{r['last_loss']:.4f}",
         },
     )
+    write(NAME, rows, text, lambda fig: draw(fig, rows))
 
-    def draw(fig) -> None:
-        fig.set_size_inches(11, 4.4)
-        ax = fig.subplots()
-        names = [row["variant"] for row in rows]
-        left = [0.0] * len(rows)
-        for category in (*MEMORY_COLOURS, *set(MEMORY_CATEGORIES) - set(MEMORY_COLOURS)):
-            widths = [row["at_peak"].get(category, 0) / 2**20 for row in rows]
-            if any(widths):
-                ax.barh(names, widths, left=left, label=category,
-                        color=MEMORY_COLOURS.get(category))  # fmt: skip
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-        ax.axvline(BUDGET / 2**20, color=VERMILION, linewidth=2,
-                   label=f"budget {format_bytes(BUDGET)}")  # fmt: skip
-        for y, row in enumerate(rows):
-            ax.text(row["peak_bytes"] / 2**20, y, f" {row['peak_bytes'] / 2**20:.1f} MiB",
-                    va="center")  # fmt: skip
-        ax.invert_yaxis()
-        ax.set_xlabel("bytes of the fullest rank at its peak (MiB)")
-        ax.set_xlim(right=1.12 * max(row["peak_bytes"] for row in rows) / 2**20)
-        fig.legend(loc="outside lower center", ncols=5)
-        fitting = sum(row["fits"] for row in rows)
-        heading(
-            fig, "Memory techniques taken away one at a time (2 ranks)",
-            f"{fitting} of {len(rows)} layouts fit; measured and predicted peaks differ by "
-            f"{sum(abs(r['peak_bytes'] - r['predicted_peak_bytes']) for r in rows)} bytes",
+
+def draw(fig, rows: list[Row]) -> None:
+    """Draw what the fullest moment is made of, and beside it what is paid."""
+    fig.set_size_inches(13, 5)
+    axes = fig.subplots(1, 4, width_ratios=(2.4, 1, 1, 1), sharey=True)
+    mib, places = 1 << 20, list(range(len(rows)))
+    budget = rows[0]["budget_bytes"] / mib
+    peaks, *others = axes
+    base = [0.0] * len(rows)
+    for name, colour in MEMORY_COLOURS.items():
+        widths = [r["at_peak"][name] / mib for r in rows]
+        peaks.barh(places, widths, 0.68, left=base, color=colour)
+        base = [a + b for a, b in zip(base, widths, strict=True)]
+    peaks.axvline(budget, color=VIOLET, linestyle=(0, (5, 2)), linewidth=1.8)
+    peaks.plot(
+        [r["predicted_peak_bytes"] / mib for r in rows], places, "|", color=DARK_GREY,
+        markersize=34, markeredgewidth=2,
+    )  # fmt: skip
+    # What is far beyond the budget is cut off: the others are what one compares.
+    right = min(2.6 * budget, max(base) * 1.24)
+    peaks.set_xlim(0, right)
+    for place, row in zip(places, rows, strict=True):
+        peak = row["peak_bytes"] / mib
+        over = "fits" if row["fits"] else f"{peak - budget:.1f} MiB over"
+        inside = peak < 0.8 * right
+        peaks.annotate(
+            over if inside else f"goes on to {peak:.1f} MiB",
+            (max(peak, budget) if inside else right, place),
+            xytext=(7 if inside else -7, 0), textcoords="offset points",
+            va="center", ha="left" if inside else "right", fontsize=8,
+            color=BLACK if inside else "white",
         )  # fmt: skip
-
-    write("memory-ablation", rows, text, draw)
+    peaks.set_yticks(places, [r["techniques"] for r in rows])
+    peaks.invert_yaxis()
+    peaks.set_xlabel("fullest moment of a rank (MiB)")
+    panels = (
+        ("sent_bytes_per_step", mib, "sent in a step (MiB)", BLUE),
+        ("recomputed_flops_per_step", 1e9, "recomputed in a step (Gflop)", GREEN),
+        ("step_time_ratio", 1, "median step time / all", BLACK),
+    )
+    for ax, (key, unit, label, colour) in zip(others, panels, strict=True):
+        ax.barh(places, [r[key] / unit for r in rows], 0.68, color=colour)
+        ax.set_xlabel(label)
+    handles = [Patch(color=colour, label=name) for name, colour in MEMORY_COLOURS.items()]
+    handles += [
+        Line2D([], [], color=DARK_GREY, linewidth=2, label="forecast"),
+        Line2D([], [], color=VIOLET, linestyle=(0, (5, 2)), label=f"budget: {budget:g} MiB"),
+    ]
+    fig.legend(handles=handles, loc="outside lower center", ncols=5)
+    fitting = sum(r["fits"] for r in rows[1:-1])
+    verdict = (
+        "without any one of them it does not" if not fitting
+        else f"without one of them it does in {fitting} of {len(rows) - 2} cases"
+    )  # fmt: skip
+    heading(
+        fig, f"One decoder under {budget:g} MiB a rank: every technique, and each removed "
+        f"({RANKS} ranks)",
+        f"with all the run fits; {verdict}; with none a rank holds "
+        f"{rows[-1]['peak_bytes'] / rows[0]['peak_bytes']:.1f} times as much, and a step takes "
+        f"{rows[-1]['step_time_ratio']:.2f}x the time",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -5,9 +5,19 @@ Run by `make zero`, which puts experiments/ and plots/ on the module path.
 
 from __future__ import annotations
 
-from common import BLACK, BLUE, GREEN, MEMORY_COLOURS, ORANGE, VERMILION, heading
+from common import BLACK, BLUE, DARK_GREY, GREEN, MEMORY_COLOURS, ORANGE, VERMILION, heading
 from matplotlib.lines import Line2D
-from variants import Finished, Row, Variant, config_of, predicted, run_variants, table, write
+from variants import (
+    Finished,
+    Row,
+    Variant,
+    config_of,
+    data_sizes,
+    predicted,
+    run_variants,
+    table,
+    write,
+)
 
 from mpisim.cost.price import price_rank
 from mpisim.memory.formulas import model_state_bytes
@@ -66,6 +76,9 @@ def row_of(ranks: int, stage: int, run: Finished) -> Row:
     return {
         "ranks": ranks,
         "stage": stage,
+        "settings": run.variant.changes,
+        "data_sizes": data_sizes(config)._asdict(),
+        "kernels": run.summary["kernels"],
         "parameters": num_params,
         "microbatches": micros,
         "state_bytes": state_after_backward(run, plan),
@@ -97,9 +110,7 @@ def main() -> None:
             for ranks, stage in LAYOUTS
         ],
     )
-    rows = [
-        row_of(ranks, stage, run) for (ranks, stage), run in zip(LAYOUTS, runs, strict=True)
-    ]
+    rows = [row_of(ranks, stage, run) for (ranks, stage), run in zip(LAYOUTS, runs, strict=True)]
     text = table(
         rows,
         {
@@ -157,14 +168,16 @@ def draw(fig, rows: list[Row]) -> None:
         middle.bar(STAGES, heights, 0.7, bottom=base, color=colour, label=name)
         base = [a + b for a, b in zip(base, heights, strict=True)]
     middle.plot(
-        STAGES, [r["forecast_peak_bytes"] / mib for r in shown], "_", color=ORANGE, markersize=34,
-        markeredgewidth=2.5, label="forecast",
+        STAGES, [r["forecast_peak_bytes"] / mib for r in shown], "_", color=DARK_GREY,
+        markersize=44, markeredgewidth=2,
     )  # fmt: skip
+    middle.set_ylim(0, max(base) * 1.4)
     middle.set_xticks(STAGES)
     middle.set_xlabel("ZeRO stage")
     middle.set_ylabel(f"fullest moment of a rank of {SHOWN_RANKS} (MiB)")
     handles, labels = middle.get_legend_handles_labels()
-    middle.legend(handles[::-1], labels[::-1], fontsize=8)
+    handles = [*handles[::-1], Line2D([], [], color=DARK_GREY, linewidth=2)]
+    middle.legend(handles, [*labels[::-1], "forecast"], fontsize=8, ncols=2, loc="upper right")
 
     groups = [ranks for ranks in RANKS if ranks > 1]
     for stage, colour in zip(STAGES, COLOURS, strict=True):
