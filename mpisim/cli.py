@@ -392,7 +392,8 @@ def plan_search(
         words = [f"--set {word}" for word in overrides]
         command += " ".join([str(found.budget_bytes), *words, found.chosen.options]).rstrip()
     if not as_json:
-        click.echo(f"run it: {command}")
+        unproven = " (without the data set, which may not fit)" if no_data else ""
+        click.echo(f"run it{unproven}: {command}")
     return _DONE
 
 

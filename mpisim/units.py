@@ -32,12 +32,12 @@ def format_bytes(nbytes: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that a text such as ``64KiB`` or ``4096`` names.
+    """Return the bytes that a text such as ``64KiB`` or ``4096`` names, rounded down.
 
     Raises
     ------
     ValueError
-        The unit is unknown or the number is no number of bytes.
+        The unit is unknown, or there is no number.
 
     Examples
     --------
@@ -48,10 +48,13 @@ def parse_bytes(text: str) -> int:
     unit = match[2] or "B" if match else ""
     # In whole numbers: a float is exact only up to 2**53.
     whole, _, decimals = match[1].partition(".") if match else ("", "", "")
-    scaled, rest = divmod(int(whole + decimals or 0) * _BINARY.get(unit, 0), 10 ** len(decimals))
-    if unit not in _BINARY or rest:
+    digits = int(whole + decimals or 0)
+    scaled = digits * _BINARY.get(unit, 0) // 10 ** len(decimals)
+    # Rounded down to nothing it would mean something else: 0 is "no limit" in places.
+    if unit not in _BINARY or (digits and not scaled):
         raise ValueError(
-            f"size must be a number with a unit of {', '.join(_BINARY)}; got {text!r}. Write 64KiB."
+            f"size must be a number with a unit of {', '.join(_BINARY)}; got {text!r}. Write it "
+            f"like 64MiB."
         )
     return scaled
 

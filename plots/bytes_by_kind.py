@@ -61,7 +61,10 @@ def load(run_dir: Path) -> BytesByKind:
             kind = f"{program.axis} {program.collective}"
             line = measured.setdefault(kind, [0] * run.num_ranks)
             line[trace.rank] += int(row["nbytes"])
-    return BytesByKind(title, {kind: line for kind, line in measured.items() if any(line)}, None)
+    measured = {kind: line for kind, line in measured.items() if any(line)}
+    if not measured:
+        raise NoData("the trace has no message.")
+    return BytesByKind(title, measured, None)
 
 
 def draw(fig: Figure, data: BytesByKind) -> None:

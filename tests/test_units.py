@@ -57,6 +57,8 @@ def test_shown_bytes_are_right_to_half_a_percent(nbytes):
         (" 64 KiB ", 65536),
         ("1.5 MiB", 1572864),
         ("0.5KiB", 512),
+        ("0.3KiB", 307),  # rounded down
+        ("25.6MiB", 26843545),
         ("2GiB", 2 << 30),
         ("1TiB", 1 << 40),
         ("9007199254740993", 2**53 + 1),  # beyond the whole numbers of a float
@@ -64,12 +66,13 @@ def test_shown_bytes_are_right_to_half_a_percent(nbytes):
         ("8388608.0009765625 GiB", (2**53 + 2**20)),
     ],
 )
-def test_bytes_are_parsed_exactly(text, nbytes):
+def test_bytes_are_parsed_exactly_and_rounded_down(text, nbytes):
     assert parse_bytes(text) == nbytes
 
 
 @pytest.mark.parametrize(
-    "text", ["", "KiB", "64KB", "64kib", "1e6", "-1", "0.3KiB", "0.5", "1.", ".5KiB", "nan", "1 2"]
+    "text",
+    ["", "KiB", "64KB", "64kib", "1e6", "-1", "0.0001KiB", "0.5", "1.", ".5KiB", "nan", "1 2"],
 )
 def test_what_is_no_number_of_bytes_is_refused(text):
     with pytest.raises(ValueError, match="size must be a number with a unit of B, KiB") as caught:

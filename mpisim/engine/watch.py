@@ -108,10 +108,8 @@ class MemoryWatch:
             return error
         self.lift_wall()
         # How much is missing cannot be told: what was freed on the way here is gone.
-        exceeded = self.ledger.exceeded()
-        exceeded.facts |= {
-            "asked": _asked_bytes(error), "in_use": self.tracker.live() - self.unknown_bytes
-        }  # fmt: skip
+        exceeded = self.ledger.exceeded(asked=_asked_bytes(error))
+        exceeded.facts["in_use"] = self.tracker.live() - self.unknown_bytes
         exceeded.__cause__ = error
         return exceeded
 

@@ -138,23 +138,32 @@ class Ledger:
         if 0 < self.budget_bytes < total:
             raise self.exceeded(total - self.budget_bytes)
 
-    def exceeded(self, missing: int | None = None) -> MemoryBudgetExceeded:
+    def exceeded(
+        self, missing: int | None = None, asked: int | None = None
+    ) -> MemoryBudgetExceeded:
         """Return the error of an allocation that would pass the budget, with the breakdown.
 
         Parameters
         ----------
         missing : int, optional
             Bytes by which the budget is passed; None where only the allocator knows.
+        asked : int, optional
+            Bytes of the allocation that the allocator refused, if it told.
         """
         parts = ", ".join(
             f"{name} {format_bytes(nbytes)}" for name, nbytes in self.live.items() if nbytes
         )
-        beyond = "" if missing is None else f", {missing} bytes too many,"
+        if missing is not None:
+            got = f"{missing} bytes too many in op {self.op}, beside or within"
+        elif asked is not None:
+            got = f"an allocation of {asked} bytes in op {self.op}, beside its working arrays and"
+        else:
+            got = f"more in op {self.op}, beside its working arrays and"
         return MemoryBudgetExceeded(
             f"memory of a rank must stay within memory.budget_bytes = {self.budget_bytes}; got "
-            f"more{beyond} in op {self.op} with {self.total} bytes held before it ({parts}).",
+            f"{got} {self.total} bytes held ({parts}).",
             op=self.op, live=dict(self.live), total=self.total, budget_bytes=self.budget_bytes,
-            missing=missing,
+            missing=missing, asked=asked,
         )  # fmt: skip
 
     def _change(self, category: str, nbytes: int) -> None:

@@ -87,6 +87,12 @@ def _verdict(search: Search) -> str:
             f"rank {chosen.worst.rank} in {chosen.worst.peak_op})"
         )
     nearest = search.rejected[0]
+    if nearest.worst.at_peak["data"] >= search.budget_bytes:
+        return (
+            f"nothing fits: the data set alone keeps {nearest.worst.at_peak['data']} bytes. Use "
+            f"less of it (data.max_bytes, data.num_rows), or give at least {nearest.peak_total} "
+            f"bytes"
+        )
     return (
         f"nothing fits. The nearest layout is {nearest.options or 'the config as it is'}: its peak "
         f"of {nearest.peak_total} bytes is {nearest.peak_total - search.budget_bytes} bytes too "

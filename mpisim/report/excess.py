@@ -58,6 +58,5 @@ def excess_lines(rows: list[dict[str, Any]]) -> list[str]:
             f"OVER BUDGET: rank {row['rank']} {step} in {row['op']}; budget "
             f"{row['budget_bytes']}{beyond}; held {row['held_bytes']} ({held})"
         )
-        if row["advice"]:
-            lines.append(f"  {row['advice']}")
-    return lines
+    advice = dict.fromkeys(row["advice"] for row in rows if row.get("advice"))
+    return lines + [f"  {text}" for text in advice]

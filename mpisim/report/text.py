@@ -403,7 +403,7 @@ def _measured(rows: list[Row]) -> list[str]:
         return [
             f"  measured by tracemalloc in the first steps, the whole process: measured - ledger = "
             f"{worst:,}",
-            "  at most at the end of an op (an allocator hook needs a C compiler at installation)",
+            "  at most at the end of an op",
         ]
     if not found:
         return ["  not measured beside the ledger (memory.measure)"] if rows else []

@@ -172,9 +172,15 @@ def require_fit(setup: Setup, sizes: DataSizes = NO_DATA, *, with_data: bool = F
         from mpisim.train.changes import change_sentence, smallest_change
 
         change = smallest_change(setup.config, setup.mesh.size, *sizes, like=setup)
-        raise ConfigError(
-            f"{_refusal(memory.budget_bytes, worst, with_data)} {change_sentence(change)}"
-        )
+        advice = change_sentence(change)
+        if change is None and worst.at_peak["data"] >= memory.budget_bytes:
+            advice = (
+                "The data set alone takes as much: use less of it (data.max_bytes, "
+                "data.num_rows), or raise memory.budget_bytes."
+            )
+        elif not with_data:
+            advice += " All figures are without the data set, which comes on top."
+        raise ConfigError(f"{_refusal(memory.budget_bytes, worst, with_data)} {advice}")
 
 
 def _refusal(budget: int, worst: WorstForecast, with_data: bool) -> str:
