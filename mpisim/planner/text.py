@@ -87,9 +87,9 @@ def _verdict(search: Search) -> str:
             f"rank {chosen.worst.rank} in {chosen.worst.peak_op})"
         )
     nearest = search.rejected[0]
-    if nearest.worst.at_peak["data"] >= search.budget_bytes:
+    if search.sizes.data_bytes >= search.budget_bytes:
         return (
-            f"nothing fits: the data set alone keeps {nearest.worst.at_peak['data']} bytes. Use "
+            f"nothing fits: the data set alone keeps {search.sizes.data_bytes} bytes. Use "
             f"less of it (data.max_bytes, data.num_rows), or give at least {nearest.peak_total} "
             f"bytes"
         )

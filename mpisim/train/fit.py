@@ -173,7 +173,7 @@ def require_fit(setup: Setup, sizes: DataSizes = NO_DATA, *, with_data: bool = F
 
         change = smallest_change(setup.config, setup.mesh.size, *sizes, like=setup)
         advice = change_sentence(change)
-        if change is None and worst.at_peak["data"] >= memory.budget_bytes:
+        if change is None and sizes.data_bytes >= memory.budget_bytes:
             advice = (
                 "The data set alone takes as much: use less of it (data.max_bytes, "
                 "data.num_rows), or raise memory.budget_bytes."
