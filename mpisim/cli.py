@@ -499,6 +499,29 @@ def sample(run: Path, prompt: str, tokens: int, temperature: float, top_k: int, 
     click.echo(shown.encode(sys.stdout.encoding or "utf-8", "replace"))
 
 
+@cli.command()
+@_run_argument
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write all of them to one safetensors file.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
+@_json_option
+def weights(run: Path, out: Path | None, overwrite: bool, as_json: bool) -> None:
+    """List the trained weights of RUN, by stage, and verify stage files by their sha256."""
+    from mpisim.train.stage_reader import open_weights, weights_rows, weights_text, write_whole
+
+    with open_weights(run) as reader:
+        if out is not None:
+            write_whole(reader, out, overwrite=overwrite)
+        reader.verify()
+        _print_table(lambda: weights_text(reader), lambda: weights_rows(reader), as_json)
+    if out is not None and not as_json:
+        click.echo(f"wrote {out}")
+
+
 @cli.group()
 def trace() -> None:
     """Turn traces into the formats of other tools."""

@@ -55,19 +55,25 @@ class Mesh:
         return tuple(first + position * stride for position in range(self.degree(axis)))
 
 
-def build_mesh(dp: int, num_ranks: int) -> Mesh:
-    """Return the mesh of `num_ranks` ranks with data-parallel degree `dp` (0: all ranks).
+def build_mesh(dp: int, num_ranks: int, pp: int = 1) -> Mesh:
+    """Return the mesh of `num_ranks` ranks: `pp` stages, `dp` replicas (0: all that there are).
 
     Raises
     ------
     ConfigError
         The degrees do not multiply to the number of ranks.
     """
-    mesh = Mesh(dp=dp or num_ranks)
-    if mesh.size != num_ranks:
+    mesh = Mesh(dp=dp or max(num_ranks // pp, 1), pp=pp)
+    if mesh.size == num_ranks:
+        return mesh
+    if pp == 1:
         raise ConfigError(
             f"parallel.dp must equal the number of ranks; got {mesh.dp} with {num_ranks} ranks. "
             f"Start with --ranks {mesh.dp} (mpirun -n {mesh.dp}), or set parallel.dp = "
             f"{num_ranks}, or 0 for whatever number is started."
         )
-    return mesh
+    raise ConfigError(
+        f"parallel.dp * parallel.pp must equal the number of ranks; got {mesh.dp} * {pp} = "
+        f"{mesh.size} with {num_ranks} ranks. Start with --ranks {mesh.size} (mpirun -n "
+        f"{mesh.size}), or choose other degrees; parallel.dp = 0 fits any multiple of parallel.pp."
+    )

@@ -37,6 +37,9 @@ class RunSection(Section):
     """Folder that holds run directories; relative to where the command is started."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """Seeds parameters (by name) and the order of the data; the same on every rank."""
+    init_from: str | None = None
+    """Run directory, or weights file, whose weights to start from instead of random ones; each
+    rank reads its own part only."""
 
 
 class DataSection(Section):
@@ -179,8 +182,12 @@ class MemorySection(Section):
 
 
 class ComputeSection(Section):
-    """Who computes the element-wise work."""
+    """Who computes the element-wise work, and whether at all."""
 
+    mode: Literal["real", "emulated"] = "real"
+    """`emulated`: forward and backward ops sleep for their floating-point operations at
+    cluster.flops_per_s instead of computing; memory and messages are as in the real mode, numbers
+    are zeros."""
     kernels: Literal["auto", "numpy", "numba"] = "auto"
     """`numba`: fused kernels of the extra `fast`; `numpy`: the reference; `auto`: Numba if it is
     installed."""
@@ -238,21 +245,64 @@ class ParallelSection(Section):
     dp: NonNegativeInt = 0
     """Data-parallel degree; 0 means the number of ranks."""
     bucket_bytes: PositiveInt = 1 << 20
-    """A gradient bucket is closed when the next block would take it past this size, bytes."""
+    """A gradient bucket is closed when the next block would take it past this size, bytes. With
+    stages every block is a bucket of its own."""
     overlap: bool = True
     """Advance gradient rings between backward ops; off gives the same bits."""
     zero: Literal[0, 1, 2, 3] = 0
     """What the ranks of axis dp share out instead of each keeping all: nothing; the optimizer's
     state (1); gradients, too (2); parameters, too (3: gathered block by block when needed)."""
+    pp: PositiveInt = 1
+    """Stages of the pipeline: each rank of axis pp holds only its blocks."""
+    schedule: str = "1f1b"
+    """Order of forwards and backwards over stages: naive, gpipe, 1f1b, interleaved, zb-h1, or one
+    of an extension."""
+    chunks: PositiveInt = 1
+    """Stages that each rank of axis pp holds, far apart in the model (schedule interleaved)."""
+    split: tuple[PositiveInt, ...] = ()
+    """Blocks of each stage, in forward order, embedding and head counted; empty: balanced by
+    floating-point operations and weights."""
     prefetch: bool = False
     """Gather the next block's parameters while a block runs: more memory, less waiting (zero 3)."""
+
+
+class CompressionSection(Section):
+    """What crosses the boundaries between stages."""
+
+    activations: str = "none"
+    """Codec of activations: none, fp16, bf16, int2 to int8 with one scale a tensor, int2-token to
+    int8-token with one a token, or one of an extension. Training goes straight through: the next
+    stage works with the decoded values, and their gradient is taken for that of the encoded."""
+    grads: str = "none"
+    """Codec of the gradients that come back."""
+    error_feedback: bool = False
+    """Add what a gradient lost in its codec to the next one over the same boundary."""
+    bottleneck: NonNegativeInt = 0
+    """Values per token that cross a boundary, between two learned linear maps; 0 means off."""
+    start: Literal["pca", "random", "layernorm"] = "pca"
+    """First values of these maps: principal components of the activations, measured before the
+    first step; random; random behind a layer norm."""
+    calibration_tokens: PositiveInt = 4096
+    """Tokens of training data that the principal components are measured on, at least."""
+
+
+class ClusterSection(Section):
+    """The machine that is emulated, or predicted."""
+
+    flops_per_s: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1e9
+    """Floating-point operations a rank makes per second (compute.mode emulated)."""
+    latency_s: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
+    """Emulated links: seconds from a message's last byte leaving to its arrival; 0: as real."""
+    bytes_per_s: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
+    """Emulated links: rate of each link between two ranks; 0 means as fast as it goes."""
 
 
 class CommSection(Section):
     """Messages."""
 
-    algorithm: Literal["auto", "ring", "recursive_doubling", "halving_doubling"] = "auto"
-    """All-reduce algorithm; `auto` chooses by size (see mpisim.layouts.steps)."""
+    algorithm: str = "auto"
+    """All-reduce algorithm: auto (by size, see mpisim.layouts.steps), ring, recursive_doubling,
+    halving_doubling, or one of an extension."""
     synchronous_sends: bool = False
     """Finish a send only when its receive has started (rendezvous); for tests."""
     timeout_s: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 60.0
@@ -271,6 +321,9 @@ class RunConfig(Section):
 
     version: Literal[1] = SCHEMA_VERSION
     """Version of this schema."""
+    extensions: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Python files that register schedules, codecs, collectives, activations or models of yours;
+    relative to where the command is started. They are run on every rank."""
     run: RunSection = RunSection()
     data: DataSection = DataSection()
     model: ModelSection = ModelSection()
@@ -280,5 +333,7 @@ class RunConfig(Section):
     optimizer: OptimizerSection = OptimizerSection()
     train: TrainSection = TrainSection()
     parallel: ParallelSection = ParallelSection()
+    compression: CompressionSection = CompressionSection()
+    cluster: ClusterSection = ClusterSection()
     comm: CommSection = CommSection()
     trace: TraceSection = TraceSection()

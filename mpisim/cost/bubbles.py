@@ -1,8 +1,9 @@
 """Pipeline bubbles: closed forms, and compute-only schedules run on a clock of whole numbers.
 
 Messages cost nothing here: what is seen is the schedule alone. A schedule is one list of tasks per
-device; a task starts when its device is free and the task it waits for has ended. No engine, no
-plan: `reproduce` compares the clock with published closed forms.
+device; a task starts when its device is free and the task it waits for has ended. `reproduce`
+compares the clock with published closed forms. Schedules that can run are those of
+`plan.schedules`; what is only here (ZB-H2, the V shapes) is published, and not built.
 
     forward  of chunk c, microbatch i   waits for the forward of chunk c - 1
     backward of chunk c, microbatch i   waits for the backward of chunk c + 1 (last: its forward)
@@ -18,11 +19,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from mpisim.plan.ops import BackwardWeightStage, ForwardStage, Op
+from mpisim.plan.schedules import compute_list, lag_weights
+
 FORWARD, BACKWARD, WEIGHT = "F", "B", "W"
 
 SCHEDULES = (
     "naive", "gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "v_min", "v_half", "v_zb",
 )  # fmt: skip
+
+_PLANNED = {
+    "naive": "naive",
+    "gpipe": "gpipe",
+    "one_f_one_b": "1f1b",
+    "interleaved": "interleaved",
+    "zb_h1": "zb-h1",
+}
+"""Schedule here -> schedule of a plan."""
 
 # Distance between neighbour devices of F down, F up, B down, B up; and of the turns between them.
 # A microbatch repeats every 6 units: two chunks, three kinds of task.
@@ -128,27 +141,23 @@ def compute_lists(schedule: str, p: int, m: int, v: int = 1) -> tuple[tuple[Task
         raise ValueError(f"p, m and v must be at least 1; got {p}, {m}, {v}. Raise the least.")
     if v > 1 and schedule != "interleaved":
         raise ValueError(f"v must be 1 for {schedule}; got {v}. Choose interleaved.")
-    if schedule == "interleaved":
-        if m % p:
-            raise ValueError(f"m must be a multiple of p; got {m} with p = {p}. Raise m.")
-        return tuple(_interleaved(p, m, v, device) for device in range(p))
+    if schedule == "interleaved" and m % p:
+        # The published order and its closed forms are those of whole groups.
+        raise ValueError(f"m must be a multiple of p; got {m} with p = {p}. Raise m.")
     if schedule in _V_OFFSETS:
         if p % _V_PERIOD != 2:
             raise ValueError(f"p must be 2, 8, 14, ... for {schedule}; got {p}. Choose one.")
         return _v_shaped(p, m, *_V_OFFSETS[schedule])
-    if schedule in ("zb_h1", "zb_h2"):
-        reach = 1 if schedule == "zb_h1" else 2
-        return tuple(_zero_bubble(p, m, device, reach) for device in range(p))
-    # Forwards before the first backward; then one backward, one forward.
-    ahead = {"naive": lambda _: 1, "gpipe": lambda _: m, "one_f_one_b": lambda d: min(m, p - d)}
+    if schedule == "zb_h2":
+        return tuple(_tasks(lag_weights(p, device, m, 2), p, device) for device in range(p))
     return tuple(
-        _alternate(
-            [Task(FORWARD, micro, device) for micro in range(m)],
-            [Task(BACKWARD, micro, device) for micro in range(m)],
-            ahead[schedule](device),
-        )
-        for device in range(p)
+        _tasks(compute_list(_PLANNED[schedule], p, device, m, v), p, device) for device in range(p)
     )
+
+
+def _tasks(ops: Sequence[Op], p: int, device: int) -> tuple[Task, ...]:
+    kinds = {ForwardStage: FORWARD, BackwardWeightStage: WEIGHT}
+    return tuple(Task(kinds.get(type(op), BACKWARD), op.micro, op.chunk * p + device) for op in ops)
 
 
 def simulate(
@@ -213,47 +222,6 @@ def _waits_for(task: Task, last_chunk: int) -> Task | None:
     if task.chunk == last_chunk:
         return Task(FORWARD, task.micro, task.chunk)
     return Task(BACKWARD, task.micro, task.chunk + 1)
-
-
-def _alternate(forwards: list[Task], backwards: list[Task], ahead: int) -> tuple[Task, ...]:
-    tasks = forwards[:ahead]
-    for number, backward in enumerate(backwards):
-        tasks += [backward, *forwards[ahead + number : ahead + number + 1]]
-    return tuple(tasks)
-
-
-def _interleaved(p: int, m: int, v: int, device: int) -> tuple[Task, ...]:
-    """Send groups of p microbatches through one chunk after the other."""
-    order = [
-        (group + micro, chunk)
-        for group in range(0, m, p)
-        for chunk in range(v)
-        for micro in range(p)
-    ]
-    forwards = [Task(FORWARD, micro, chunk * p + device) for micro, chunk in order]
-    backwards = [Task(BACKWARD, micro, (v - 1 - chunk) * p + device) for micro, chunk in order]
-    # Without chunks this is 1F1B; with them twice the distance, and all chunks but the last.
-    ahead = 2 * (p - device - 1) + (v - 1) * p + 1 if v > 1 else p - device
-    return _alternate(forwards, backwards, min(ahead, m * v))
-
-
-def _zero_bubble(p: int, m: int, device: int, reach: int) -> tuple[Task, ...]:
-    """Weight gradients lag `reach * device` backwards behind and fill what would be idle.
-
-    Device d runs reach * (p - d) forwards ahead (one less per turn beyond the first), so with
-    those that lag every device keeps the same number of microbatches.
-    """
-    ahead = min(m, reach * (p - device) - (reach - 1))
-    lag = reach * device
-    tasks = [Task(FORWARD, micro, device) for micro in range(ahead)]
-    for micro in range(m):
-        tasks.append(Task(BACKWARD, micro, device))
-        if micro >= lag:
-            tasks.append(Task(WEIGHT, micro - lag, device))
-        if ahead + micro < m:
-            tasks.append(Task(FORWARD, ahead + micro, device))
-    tasks += [Task(WEIGHT, micro, device) for micro in range(max(0, m - lag), m)]
-    return tuple(tasks)
 
 
 def _v_shaped(
@@ -348,6 +316,35 @@ def bubble_over_ideal(p: int, m: int, v: int = 1) -> Fraction:
 def bubble_of_total(p: int, m: int) -> Fraction:
     """Return (p - 1) / (m + p - 1): GPipe's and 1F1B's share of idle time."""
     return Fraction(p - 1, m + p - 1)
+
+
+def closed_form(schedule: str, p: int, m: int, v: int = 1) -> Fraction | None:
+    """Return the share of idle time of a schedule of a plan; None: no closed form holds.
+
+    Parameters
+    ----------
+    schedule : str
+        Named as in `plan.schedules`.
+    p, m, v : int
+        Stages, microbatches, chunks of a rank.
+
+    Notes
+    -----
+    For chunks of equal cost and free messages. interleaved: m a multiple of p. zb-h1: m >= p, and
+    forwards, input gradients and weight gradients that take equally long.
+
+    Examples
+    --------
+    >>> closed_form("1f1b", 4, 8), closed_form("interleaved", 4, 8, 2), closed_form("zb-h1", 4, 3)
+    (Fraction(3, 11), Fraction(3, 19), None)
+    """
+    if schedule == "naive":
+        return Fraction(p - 1, p)
+    if schedule in ("gpipe", "1f1b") or (schedule == "interleaved" and (v == 1 or m % p == 0)):
+        return bubble_of_total(p, v * m)
+    if schedule == "zb-h1" and m >= p:
+        return bubble_of_total(p, 3 * m)
+    return None
 
 
 def most_in_flight(schedule: str, p: int, m: int, device: int = 0, v: int = 1) -> Fraction:

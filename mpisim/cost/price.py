@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpisim.layouts.chunks import chunk_bounds
+from mpisim.layouts.codecs import codec_spec
+from mpisim.layouts.frames import frame_bytes
 from mpisim.layouts.metrics import TRAFFIC_FIELDS
 from mpisim.layouts.steps import (
     StepTable,
@@ -19,13 +21,21 @@ from mpisim.layouts.steps import (
 from mpisim.plan.build import Plan
 from mpisim.plan.ops import (
     IF_COMMITTED,
+    ExchangeTied,
     GatherMetrics,
     GatherParams,
     Op,
+    RecvActivation,
+    RecvGrad,
     ReduceScalars,
+    SendActivation,
+    SendGrad,
     StartSync,
     StartUnshard,
 )
+
+MESSAGES = (SendActivation, RecvActivation, SendGrad, RecvGrad)
+"""Ops that move a frame between two stages."""
 
 _ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int64": 8}
 
@@ -45,6 +55,9 @@ def op_table(plan: Plan, op: Op) -> tuple[str, StepTable, int] | None:
         itemsize = _ITEMSIZES[plan.param_dtype]
         bounds = chunk_bounds(op.count, plan.mesh.dp)
         return "dp", all_gather_table(bounds, itemsize), itemsize
+    if isinstance(op, ExchangeTied):
+        itemsize = _ITEMSIZES[op.dtype]
+        return "pp", all_reduce_table(op.count, 2, itemsize, plan.algorithm), itemsize
     if isinstance(op, ReduceScalars):
         itemsize = _ITEMSIZES[op.dtype]
         return "control", all_reduce_table(op.count, plan.mesh.size, itemsize, "auto"), itemsize
@@ -69,8 +82,15 @@ def price_rank(plan: Plan, rank: int, committed: bool = True) -> Priced:
         Keyed by (axis, collective); values count messages and bytes (see `TRAFFIC_FIELDS`).
     """
     totals: Priced = {}
-    for axis, table, itemsize in _tables(plan, rank, committed):
-        index = plan.mesh.coordinate(rank)["dp"] if axis == "dp" else rank
+    for op in plan.ranks[rank]:
+        if isinstance(op, MESSAGES):
+            kind = "activation" if isinstance(op, (SendActivation, RecvActivation)) else "grad"
+            entry = totals.setdefault(("pp", kind), dict.fromkeys(TRAFFIC_FIELDS, 0))
+            way = "sent" if isinstance(op, (SendActivation, SendGrad)) else "received"
+            entry[f"{way}_messages"] += 1
+            entry[f"{way}_bytes"] += message_bytes(plan, op)
+    for axis, group, table, itemsize in _tables(plan, rank, committed):
+        index = group.index(rank)
         entry = totals.setdefault((axis, table.collective), dict.fromkeys(TRAFFIC_FIELDS, 0))
         entry["sent_messages"] += table.sent_messages(index)
         entry["sent_bytes"] += table.sent_bytes(index, itemsize)
@@ -84,18 +104,35 @@ def bytes_matrix(plan: Plan, committed: bool = True) -> list[list[int]]:
     size = plan.mesh.size
     matrix = [[0] * size for _ in range(size)]
     for rank in range(size):
-        for axis, table, itemsize in _tables(plan, rank, committed):
-            group = plan.mesh.group(rank, "dp") if axis == "dp" else tuple(range(size))
+        for op in plan.ranks[rank]:
+            if isinstance(op, (SendActivation, SendGrad)):
+                matrix[rank][op.peer] += message_bytes(plan, op)
+        for _, group, table, itemsize in _tables(plan, rank, committed):
             for row in table.transfers(group.index(rank)):
                 if row.send_to >= 0:
                     matrix[rank][group[row.send_to]] += row.send_count * itemsize
     return matrix
 
 
-def _tables(plan: Plan, rank: int, committed: bool) -> Iterator[tuple[str, StepTable, int]]:
+def message_bytes(plan: Plan, op: Op) -> int:
+    """Return the bytes of the frame that an op between two stages sends or receives."""
+    return frame_bytes(codec_spec(op.codec), op.shape, _ITEMSIZES[plan.param_dtype])
+
+
+def _tables(
+    plan: Plan, rank: int, committed: bool
+) -> Iterator[tuple[str, tuple[int, ...], StepTable, int]]:
+    """Yield axis, world ranks of the group, table and itemsize of each collective of a rank."""
     for op in plan.ranks[rank]:
         if type(op) in IF_COMMITTED and not committed:
             continue
         found = op_table(plan, op)
-        if found is not None:
-            yield found
+        if found is None:
+            continue
+        if isinstance(op, ExchangeTied):
+            group = tuple(sorted((rank, op.peer)))
+        elif found[0] == "dp":
+            group = plan.mesh.group(rank, "dp")
+        else:
+            group = tuple(range(plan.mesh.size))
+        yield found[0], group, *found[1:]

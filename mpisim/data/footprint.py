@@ -58,15 +58,29 @@ def batch_bytes(config: RunConfig, rows: int, length: int | None = None) -> int:
     return rows * window_row_bytes(data.window)
 
 
-def held_batch_bytes(config: RunConfig, rows: int, length: int | None = None) -> int:
-    """Return the bytes of a batch as a rank keeps it: features in the dtype of computation."""
+def held_batch_bytes(
+    config: RunConfig,
+    rows: int,
+    length: int | None = None,
+    *,
+    inputs: bool = True,
+    targets: bool = True,
+) -> int:
+    """Return the bytes of a batch as a rank keeps it: features in the dtype of computation.
+
+    `inputs`, `targets`: the rank keeps them, because it has the first, or the last, stage.
+    """
     data, compute = config.data, config.precision.compute
-    if config.model.kind == "decoder" or data.kind != "regression" or compute == "same":
-        return batch_bytes(config, rows, length)
-    itemsize = _ITEMSIZES[config.model.dtype]
-    return rows * regression_row_bytes(
-        data.num_features, data.num_targets, itemsize, _ITEMSIZES[compute]
-    )
+    if config.model.kind == "decoder":
+        width = length or data.window
+        return 4 * rows * width * (inputs + targets + (data.layout == "packed"))
+    if data.kind == "regression":
+        itemsize = _ITEMSIZES[config.model.dtype]
+        held = itemsize if compute == "same" else _ITEMSIZES[compute]
+        return rows * regression_row_bytes(
+            data.num_features * inputs, data.num_targets * targets, itemsize, held
+        )
+    return rows * (data.window * inputs + targets)
 
 
 def counting_bytes(rows: int, length: int | None) -> int:

@@ -173,6 +173,11 @@ class BucketStore:
             self.group.bind_all_gather(self.gather_key, self.own_working, self.working)
 
     @property
+    def tied_grads(self) -> np.ndarray:
+        """What is added to the other end of the pipeline: all gradients, or this rank's shard."""
+        return self.own_grads if self.zero >= 2 else self.grads
+
+    @property
     def key(self) -> str:
         """Name of the bucket's sum in traces."""
         return f"bucket {self.bucket.index}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from mpisim.comm.boundary import BoundaryLinks
 from mpisim.comm.communicator import Communicator, Traffic
 from mpisim.layouts.metrics import STALL_CAUSES
 from mpisim.trace.events import ACTIVITIES, RECV, SEND
@@ -23,9 +24,10 @@ class StepMeter:
     def __init__(self) -> None:
         self._before: dict[tuple[str, str], Traffic] = {}
         self._codes: dict[tuple, np.ndarray] = {}
+        self._waited_before: dict[str, float] = {}
         self.stall_totals = dict.fromkeys(STALL_CAUSES, 0.0)
 
-    def traffic(self, communicator: Communicator) -> dict[tuple[str, str], Traffic]:
+    def traffic(self, communicator: Communicator | BoundaryLinks) -> dict[tuple[str, str], Traffic]:
         """Return what `communicator` has moved since the last call, by (axis, collective)."""
         moved = {}
         for collective, total in communicator.traffic().items():
@@ -63,6 +65,12 @@ class StepMeter:
         spans = np.diff(np.interp(stamps, edges, waited))
         seconds = np.bincount(self._span_codes(ran), weights=spans, minlength=_BETWEEN_RUNS)
         return {(communicator.axis, cause): float(seconds[code]) for cause, code in _CAUSES.items()}
+
+    def link_stalls(self, links: BoundaryLinks) -> dict[tuple[str, str], float]:
+        """Return the seconds waited for messages between stages since the last call."""
+        now = dict(links.stall_s)
+        before, self._waited_before = self._waited_before, now
+        return {(links.axis, cause): now[cause] - before.get(cause, 0.0) for cause in now}
 
     def whole_stalls(self, communicator: Communicator) -> dict[tuple[str, str], float]:
         """Return `stalls` of a communicator whose runs all lie inside blocking ops.

@@ -27,7 +27,7 @@ def fill_metrics(state: EngineState) -> None:
     values[_INDEX["step_s"]] = recorder.clock() - stamps[0]
     compute = 0.0
     # Start and end of every op that may wait on the axis, in order.
-    blocked: dict[str, list[float]] = {"dp": [], "control": []}
+    blocked: dict[str, list[float]] = {"dp": [], "pp": [], "control": []}
     for index in range(done):
         axis = WAIT_AXIS.get(kinds[index])
         span = stamps[2 * index : 2 * index + 2]
@@ -45,10 +45,18 @@ def fill_metrics(state: EngineState) -> None:
         stalls = {
             (axis, "recv"): sum(times[1::2]) - sum(times[::2]) for axis, times in blocked.items()
         }
+    waited = meter.link_stalls(state.links)
+    if state.tied is not None:
+        # Both ends come to it when their pipeline is empty.
+        waited["pp", "recv"] += sum(meter.whole_stalls(state.tied).values())
+    stalls |= waited
     for (axis, cause), seconds in stalls.items():
         values[_INDEX[f"stall_{axis}_{cause}_s"]] = seconds
         meter.stall_totals[axis, cause] += seconds
     moved = {**meter.traffic(state.dp), **meter.traffic(state.control)}
+    moved |= meter.traffic(state.links)
+    if state.tied is not None:
+        moved |= meter.traffic(state.tied)
     for axis, collective in CHANNELS:
         traffic = moved.get((axis, collective), Traffic())
         if collective == "gather":

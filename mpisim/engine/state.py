@@ -5,11 +5,12 @@ Built once by `train`; the handlers read and change it, `update` commits to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from mpisim.comm.boundary import BoundaryLinks, BoundarySend
 from mpisim.comm.communicator import Communicator
 from mpisim.comm.transport import Transport
 from mpisim.config.schema import OptimizerSection
@@ -23,6 +24,7 @@ from mpisim.layouts.steps import all_reduce_table, reduce_scatter_table, scratch
 from mpisim.memory.ledger import Ledger
 from mpisim.memory.tracker import Tracker, open_tracker
 from mpisim.mesh import Mesh
+from mpisim.nn.blocks import Block
 from mpisim.nn.dropout import DropoutMasks, dropout_key, words_per_update
 from mpisim.nn.kernels import Kernels, load_kernels
 from mpisim.nn.layers import Arrays, LayerContext
@@ -31,8 +33,8 @@ from mpisim.nn.params import fill_param
 from mpisim.nn.precision import Policy
 from mpisim.plan.build import Plan
 from mpisim.plan.ops import CONTROL_SUMS, Forward, Op, ReduceScalars, control_count
-from mpisim.plan.partition import Bucket
-from mpisim.plan.passes import replay_ends
+from mpisim.plan.partition import Bucket, num_norms
+from mpisim.plan.passes import batch_ends, replay_ends
 from mpisim.trace.recorder import Recorder
 
 SCRATCH_BYTES = 1 << 17
@@ -41,7 +43,7 @@ SCRATCH_TILE = 1 << 13
 """Parameters that are updated together where the update needs copies; two tiles fit in any dtype.
 """
 
-DP_CHANNEL, CONTROL_CHANNEL = 1, 2
+DP_CHANNEL, CONTROL_CHANNEL, TIED_CHANNEL = 1, 2, 3
 
 LoadRows = Callable[[int], tuple[np.ndarray, ...]]
 """Microbatch number -> this rank's rows: a `Batch`, or plain (inputs, targets)."""
@@ -63,9 +65,18 @@ class StepState:
     weights: dict[str, int] = field(default_factory=dict)
     """Fingerprint of the working weights at the start of the update."""
     batches: dict[int, Batch] = field(default_factory=dict)
-    flow: dict[int, np.ndarray] = field(default_factory=dict)
-    """Output of the last block that ran forward, by microbatch."""
-    grad_flow: dict[int, np.ndarray | float] = field(default_factory=dict)
+    flow: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
+    """Inputs of blocks that have not run yet, also of a block on the next stage."""
+    grad_flow: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
+    """Gradients of outputs of blocks that have not run backward yet, likewise."""
+    kept: dict[tuple[str, int], tuple] = field(default_factory=dict)
+    """What input halves of backwards left for the weight halves."""
+    frames: dict[tuple[int, str, int], tuple[BoundarySend, np.ndarray]] = field(
+        default_factory=dict
+    )
+    """Posted messages and their buffers, by (boundary, kind, microbatch)."""
+    checksums: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Of outputs that left the rank: what a replay is compared with."""
     saved: dict[tuple[str, int], tuple] = field(default_factory=dict)
     inputs: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
     """Inputs of blocks that are replayed: kept ones, and replayed outputs of the block before."""
@@ -83,8 +94,8 @@ class StepState:
     """Block forwards that ran, replays included."""
     dropout_words: int = 0
     """Random words that the dropout sites of the update own: the counter after all forwards."""
-    own_norm: float = 0.0
-    """Norm of the scaled gradients that this rank owns."""
+    own_norms: list[float] = field(default_factory=list)
+    """Norm of the scaled gradients that this rank owns, or of each bucket's if there are stages."""
     grad_norm: float = 0.0
     """Global norm of the true gradient: loss scale divided out, before clipping."""
     non_finite_here: bool = False
@@ -108,7 +119,7 @@ class EngineState:
     transport : Transport
     optimizer : OptimizerSection
     buckets : tuple of Bucket
-        Gradients that are reduced together.
+        Gradients that are reduced together, of all stages.
     seed : int
         Parameters are drawn by (seed, name), so every layout starts from the same weights.
     policy : Policy
@@ -130,6 +141,13 @@ class EngineState:
         Measures NumPy's memory beside the ledger; by default nothing does.
     budget_bytes : int
         What the rank may hold at one time; 0 means no limit.
+    blocks : sequence of str, optional
+        Names of the blocks that the rank holds, in forward order; by default all.
+    wrap : callable of Block to Block, optional
+        What stands in for a block; by default the block itself.
+    residuals : dict of int to tuple of int, optional
+        Boundary -> shape of the gradients sent over it whose losses are made up for by the next
+        ones; by default nothing is.
 
     Attributes
     ----------
@@ -167,6 +185,9 @@ class EngineState:
         kernels: Kernels | None = None,
         tracker: Tracker | None = None,
         budget_bytes: int = 0,
+        blocks: Sequence[str] = (),
+        wrap: Callable[[Block], Block] | None = None,
+        residuals: Mapping[int, tuple[int, ...]] | None = None,
     ) -> None:
         self.model, self.mesh, self.optimizer = model, mesh, optimizer
         self.policy, self.seed = policy, seed
@@ -177,10 +198,16 @@ class EngineState:
         self.ledger = Ledger(budget_bytes)
         self.watch = MemoryWatch(self.ledger, tracker or open_tracker("off"))
         self.rank = transport.rank
-        self.blocks = {block.name: block for block in model.blocks}
+        own = set(blocks or (block.name for block in model.blocks))
+        stand_in = wrap or (lambda block: block)
+        self.blocks = {block.name: stand_in(block) for block in model.blocks if block.name in own}
         self.first, self.last = model.blocks[0].name, model.blocks[-1].name
-        names = list(self.blocks)
-        self.block_after = dict(zip(names, names[1:], strict=False))
+        self.has_loss = self.last in self.blocks
+        """This rank runs the last block: losses and targets are counted here."""
+        coordinate = mesh.coordinate(transport.rank)["pp"]
+        self.num_buckets = len(buckets)
+        everywhere = buckets
+        buckets = tuple(bucket for bucket in buckets if bucket.coordinate == coordinate)
         self.dp = Communicator(
             transport, mesh.group(transport.rank, "dp"), axis="dp", channel=DP_CHANNEL,
             recorder=recorder, algorithm=algorithm,
@@ -189,11 +216,13 @@ class EngineState:
             transport, axis="control", channel=CONTROL_CHANNEL, recorder=recorder
         )
         self.control.neighbours.append(self.dp)
+        self.links = BoundaryLinks(transport, recorder, neighbours=[self.dp])
+        self.tied = self._connect_ends(transport, everywhere, algorithm)
 
         self.ledger.set_bytes("data", data_bytes)
         self.watch.start()
         try:
-            self._build_arrays(buckets, overlap)
+            self._build_arrays(buckets, overlap, residuals or {})
         except MemoryError as error:
             exceeded = self.watch.explained(error)
             raise exceeded from exceeded.__cause__
@@ -208,7 +237,12 @@ class EngineState:
         self.plan_lengths: tuple[int, ...] = ()
         self.plan_kinds: list[type[Op]] = []
         self.plan_keeps: dict[tuple[str, int], str] = {}
-        self.replay_ends: set[tuple[str, int]] = set()
+        self.replay_ends: dict[tuple[str, int], bool] = {}
+        self.batch_ends: dict[int, Op] = {}
+        self.block_before: dict[str, str] = {}
+        self.block_after: dict[str, str] = {}
+        self.stages: tuple[tuple[str, ...], ...] = ()
+        self.is_evaluation = False
         self._masks: list[DropoutMasks | None] = []
         self.observe_gradients: Callable[[dict[str, np.ndarray]], None] | None = None
         """Called before a commit with copies of the true gradients, by name: loss scale divided
@@ -218,8 +252,33 @@ class EngineState:
         self.observe_op: Callable[[Op], None] | None = None
         """Called after every op of a step; tests plant faults here."""
 
-    def _build_arrays(self, buckets: tuple[Bucket, ...], overlap: bool) -> None:
+    def _connect_ends(
+        self, transport: Transport, buckets: tuple[Bucket, ...], algorithm: str
+    ) -> Communicator | None:
+        """Return the group of the two ranks that hold a tied table, if this is one of them."""
+        group = self.mesh.group(self.rank, "pp")
+        ends = sorted({group[bucket.coordinate] for bucket in buckets if bucket.twin >= 0})
+        if self.rank not in ends:
+            return None
+        communicator = Communicator(
+            transport, tuple(ends), axis="pp", channel=TIED_CHANNEL,
+            recorder=self.recorder, algorithm=algorithm,
+        )  # fmt: skip
+        communicator.neighbours.append(self.dp)
+        return communicator
+
+    def _build_arrays(
+        self,
+        buckets: tuple[Bucket, ...],
+        overlap: bool,
+        residuals: Mapping[int, tuple[int, ...]],
+    ) -> None:
         self._build_stores(buckets, overlap)
+        self.residuals = {
+            boundary: np.zeros(shape, self.policy.compute_dtype)
+            for boundary, shape in residuals.items()
+        }
+        self.ledger.hold("comm_buffers", *self.residuals.values())
         self._build_control()
         # Last: what drawing the first weights needs for a moment is less than this (nn.params), so
         # the budget cannot be passed while the state is built, but by the state itself.
@@ -239,12 +298,15 @@ class EngineState:
             )
             for bucket in buckets
         )  # fmt: skip
+        self.store_of = {store.bucket.index: store for store in self.stores}
         # Programs that stay are compiled before the first step.
         for store in self.stores:
             store.prepare()
-        self.readers = [self._readers(bucket) for bucket in buckets]
+            if store.bucket.twin >= 0:
+                self.tied.prepare_all_reduce(store.tied_grads, store.key)
+        self.readers = {bucket.index: self._readers(bucket) for bucket in buckets}
         self.block_buckets = {
-            name: [i for i, uses in enumerate(self.readers) if any(b == name for b, _, _ in uses)]
+            name: [i for i, uses in self.readers.items() if any(b == name for b, _, _ in uses)]
             for name in self.blocks
         }
         self.block_params: dict[str, Arrays] = {name: {} for name in self.blocks}
@@ -287,6 +349,13 @@ class EngineState:
             number, longest = scratch_slots(table, self.dp.index, in_place=self.zero > 0)
             needs.append(number * longest * itemsize)
         self.dp.reserve(max(needs))
+        for bucket in buckets:
+            if bucket.twin >= 0:
+                lo, hi = bucket.shard(size, self.dp.index) if self.zero >= 2 else (0, bucket.count)
+                itemsize = self.policy.reduce_dtype.itemsize
+                table = all_reduce_table(hi - lo, 2, itemsize, self.tied.algorithm)
+                number, longest = scratch_slots(table, self.tied.index)
+                self.tied.reserve(number * longest * itemsize)
 
     def _readers(self, bucket: Bucket) -> list[tuple[str, str, str]]:
         """Return (block, name within the block, full name) of all uses of a bucket."""
@@ -297,6 +366,11 @@ class EngineState:
             for local, full in block.full_names.items()
             if full in names
         ]
+
+    @property
+    def communicators(self) -> list[Communicator | BoundaryLinks]:
+        """All that moves messages of this rank."""
+        return [self.dp, self.control, self.links, *([self.tied] if self.tied else [])]
 
     @property
     def buckets(self) -> list[np.ndarray]:
@@ -315,10 +389,11 @@ class EngineState:
 
     def _build_control(self) -> None:
         size = self.mesh.size
+        norms = num_norms(self.mesh, self.num_buckets)
         self.scalars = {
-            kind: np.zeros(control_count(kind, size), dtype)
+            kind: np.zeros(control_count(kind, norms), dtype)
             for kind, (_, dtype, _) in CONTROL_SUMS.items()
-            if kind != "norm" or self.zero
+            if kind != "norm" or self.zero or self.mesh.pp > 1
         }
         needs = [0]
         for array in self.scalars.values():
@@ -337,6 +412,8 @@ class EngineState:
             owned.append(self.all_metrics)
         self.ledger.hold("comm_buffers", *owned)
         scratch = self.dp.scratch_bytes + self.control.scratch_bytes
+        if self.tied is not None:
+            scratch += self.tied.scratch_bytes
         self.ledger.set_bytes("comm_buffers", self.ledger.live["comm_buffers"] + scratch)
 
     def enter(self, plan: Plan, step: StepState) -> None:
@@ -348,6 +425,11 @@ class EngineState:
         self.plan_kinds = [type(op) for op in ops]
         self.plan_keeps = {(op.block, op.micro): op.keep for op in ops if isinstance(op, Forward)}
         self.replay_ends = replay_ends(ops, plan.blocks)
+        self.batch_ends = batch_ends(ops)
+        self.block_after = dict(zip(plan.blocks, plan.blocks[1:], strict=False))
+        self.block_before = dict(zip(plan.blocks[1:], plan.blocks, strict=False))
+        self.stages = plan.stages
+        self.is_evaluation = plan.kind == "eval"
         self._masks = [None] * len(self.plan_rows)
         sites = self.model.num_dropout_sites
         if plan.kind == "train" and sites:

@@ -98,8 +98,9 @@ class Engine:
         current = StepState(load, step)
         self._try_to_run(plan, current)
         # What the evaluation moved belongs to no step.
-        self.state.meter.traffic(self.state.dp)
-        self.state.meter.traffic(self.state.control)
+        for communicator in self.state.communicators:
+            self.state.meter.traffic(communicator)
+        self.state.meter.link_stalls(self.state.links)
         return current
 
     def _try_to_run(self, plan: Plan, current: StepState) -> None:

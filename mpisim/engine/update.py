@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -106,20 +107,22 @@ def check_gradients(state: EngineState) -> None:
     """Take the norm of the gradients that this rank owns, and note whether it saw a bad number.
 
     They are summed over the replicas and every parameter has one place, however many blocks or
-    ranks share it, so each is counted once. Without shards a rank owns all: the norm is global.
+    ranks share it, so each is counted once. Without shards and stages a rank owns all: the norm is
+    global. With stages every bucket has a norm of its own.
     """
     # Before the flag is agreed on: a rank that refuses must not leave others to commit.
     require_same_weights(state)
     step = state.step
-    step.own_norm = _own_norm(state)
-    step.grad_norm = step.own_norm / step.loss_scale
+    groups = [(store,) for store in state.stores] if state.mesh.pp > 1 else [state.stores]
+    step.own_norms = [_own_norm(state, stores) for stores in groups]
+    step.grad_norm = math.hypot(*step.own_norms) / step.loss_scale
     step.non_finite_here = not (
         math.isfinite(step.grad_norm) and math.isfinite(step.global_loss_sum)
     )
 
 
-def _own_norm(state: EngineState) -> float:
-    owned = [store.own_grads for store in state.stores]
+def _own_norm(state: EngineState, stores: Sequence[BucketStore]) -> float:
+    owned = [store.own_grads for store in stores]
     total = sum(_squared_norm(state, grads) for grads in owned)
     if math.isfinite(total):
         return math.sqrt(total)
@@ -347,6 +350,7 @@ def abandon_step(state: EngineState) -> None:
     """Undo what a failed step left: activations, batches, partial gradients, stamps."""
     state.recorder.drop_step()
     clear_gradients(state)
+    state.links.abandon()
     for store in state.stores:
         if state.zero == 3:
             state.hide_params(store.bucket.index)
@@ -359,4 +363,6 @@ def abandon_step(state: EngineState) -> None:
     if step is not None:
         for batch in step.batches.values():
             state.ledger.drop(*batch.arrays())
+        # Where a message is still on its way its library holds the buffer.
+        state.ledger.drop(*(frame for _, frame in step.frames.values()))
     state.step = None

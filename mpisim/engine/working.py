@@ -21,7 +21,14 @@ from mpisim.nn.precision import Policy
 from mpisim.plan.forecast import Working
 
 
-def engine_working(config: RunConfig, policy: Policy, conditions: Conditions) -> Working:
+def engine_working(
+    config: RunConfig,
+    policy: Policy,
+    conditions: Conditions,
+    *,
+    inputs: bool = True,
+    targets: bool = True,
+) -> Working:
     """Return what the ops of a run need beside what they hold.
 
     Parameters
@@ -30,6 +37,8 @@ def engine_working(config: RunConfig, policy: Policy, conditions: Conditions) ->
     policy : Policy
     conditions : Conditions
         The kernel set is read.
+    inputs, targets : bool
+        What the rank keeps of a batch: see `held_batch_bytes`.
     """
     compute, wire = policy.compute_dtype, policy.wire_dtype
     has_wire = policy.wire != policy.reduce
@@ -39,13 +48,18 @@ def engine_working(config: RunConfig, policy: Policy, conditions: Conditions) ->
         counting = 0
         if config.model.kind == "decoder":
             counting = counting_bytes(rows, length or config.data.window)
-        loaded, held = batch_bytes(config, rows, length), held_batch_bytes(config, rows, length)
-        if loaded == held:
-            return counting
+        loaded = batch_bytes(config, rows, length)
+        held = held_batch_bytes(config, rows, length, inputs=inputs, targets=targets)
+        # What the rank does not keep is there while the targets are counted.
+        loading = loaded + counting - held
+        if not (inputs and policy.has_master and config.data.kind == "regression"):
+            return loading
         # The features as they came live on until their rounded copy has taken their place.
         features = rows * config.data.num_features
         rounded = narrow_peak(features, compute, conditions)
-        return max(loaded + rounded - held, counting)
+        itemsize = policy.param_dtype.itemsize
+        kept = loaded - (0 if targets else rows * config.data.num_targets * itemsize)
+        return max(kept + rounded - held, loading)
 
     def accumulate(size: int) -> int:
         if not reduces_halves:

@@ -21,14 +21,24 @@ CHANNELS = (
     ("dp", "all_reduce"),
     ("dp", "reduce_scatter"),
     ("dp", "all_gather"),
+    ("pp", "activation"),
+    ("pp", "grad"),
+    ("pp", "all_reduce"),
     ("control", "all_reduce"),
     ("control", "gather"),
 )
-"""(axis, collective) pairs whose traffic is counted apart."""
+"""(axis, collective or kind of message) pairs whose traffic is counted apart."""
 
 TRAFFIC_FIELDS = ("sent_messages", "sent_bytes", "received_messages", "received_bytes")
 
-STALL_CAUSES = (("dp", "recv"), ("dp", "send"), ("control", "recv"), ("control", "send"))
+STALL_CAUSES = (
+    ("dp", "recv"),
+    ("dp", "send"),
+    ("pp", "recv"),
+    ("pp", "send"),
+    ("control", "recv"),
+    ("control", "send"),
+)
 """(axis, what was waited for): a message, or the completion of a send."""
 
 METRIC_NAMES = (

@@ -92,6 +92,9 @@ class LayerSpec:
     """Floating-point operations of one forward call (a multiply-add counts 2)."""
     backward_flops: int = 0
     """Floating-point operations of input and weight backward together."""
+    weight_flops: int = 0
+    """Share of `backward_flops` that backward_weight computes. What one pass computes for both
+    halves counts with the input, and the weight half has nothing left to do."""
     output_shape: tuple[int, ...] = ()
     input_bytes: int = 0
     output_bytes: int = 0
@@ -102,6 +105,8 @@ class LayerSpec:
     they belong to category "data")."""
     kept_bytes: int = 0
     """`nbytes` that backward_input newly allocates and keeps for backward_weight."""
+    keeps_output_grad: bool = False
+    """backward_input keeps the output's gradient by reference for backward_weight."""
     interior_bytes: int = 0
     """Share of `extra_saved_bytes` that is freed when forward keeps selectively."""
     check_bytes: int = 0
@@ -124,6 +129,11 @@ class LayerSpec:
     """The same of restoring what was trimmed; at the end `interior_bytes` are left."""
     passes_through: bool = False
     """The output is the input itself, and its gradient that of the output: nothing is made."""
+
+    @property
+    def input_flops(self) -> int:
+        """Share of `backward_flops` that backward_input computes."""
+        return self.backward_flops - self.weight_flops
 
     @property
     def result_bytes(self) -> int:
@@ -184,6 +194,16 @@ class BlockSpec:
     def backward_flops(self) -> int:
         """Sum over layers."""
         return sum(layer.backward_flops for layer in self.layers)
+
+    @property
+    def input_flops(self) -> int:
+        """Share of `backward_flops` that backward_input computes, summed over layers."""
+        return sum(layer.input_flops for layer in self.layers)
+
+    @property
+    def weight_flops(self) -> int:
+        """Share of `backward_flops` that backward_weight computes, summed over layers."""
+        return sum(layer.weight_flops for layer in self.layers)
 
     @property
     def output_shape(self) -> tuple[int, ...]:
@@ -312,14 +332,83 @@ class BlockSpec:
         Walks `nn.blocks.Block.backward` with a tape; a gradient is called by the boundary that it
         was made for.
         """
+        return self._walk_back(split=False).peak
+
+    def input_peak(self) -> int:
+        """Return the most bytes of new arrays alive at one time during the block's backward_input.
+
+        Beyond what is alive at the call, as for `backward_peak`. What is left at the end counts:
+        the input's gradient and what is kept for backward_weight.
+        """
+        return self._walk_back(split=True).peak
+
+    def weight_peak(self) -> int:
+        """Return the most bytes of new arrays alive at one time during the block's backward_weight.
+
+        What was saved and what backward_input kept is alive at the call, and until the end. What is
+        left then counts, `new_grad_bytes`; gradients that are arrays of `kept` do not.
+        """
+        tape = Tape()
+        for layer in reversed(self.layers):
+            tape.call(layer.weight_peak_bytes, layer.grad_bytes)
+        return tape.peak
+
+    @property
+    def new_grad_bytes(self) -> int:
+        """Share of `grad_bytes` that backward_weight newly allocates."""
+        return sum(layer.grad_bytes for layer in self.layers)
+
+    @property
+    def kept_extra_bytes(self) -> int:
+        """Bytes that backward_input keeps for backward_weight beside gradients of boundaries."""
+        return sum(layer.kept_bytes for layer in self.layers)
+
+    def kept_grad_boundaries(self) -> tuple[int, ...]:
+        """Return the boundaries whose gradient backward_input keeps for backward_weight.
+
+        Numbered as in `saved_boundaries`: 0 is the gradient that backward_input returns, the number
+        of layers the one that it gets. Each array appears once, by the name that
+        `grad_owners` gives it; its size is `boundary_bytes` of that boundary.
+        """
+        owners = self.grad_owners()
+        return tuple(
+            sorted(
+                {
+                    owners[index + 1]
+                    for index, layer in enumerate(self.layers)
+                    if layer.keeps_output_grad
+                }
+            )
+        )
+
+    def grad_owners(self) -> tuple[int, ...]:
+        """Return for each boundary the one whose name its gradient's array goes by.
+
+        A layer that passes its input on passes the gradient on, too: both of its boundaries have
+        one array, unless a residual connection starts between. It is named after the block's output
+        if it is that one's, else after the block's input if it is that one's, else after the last
+        boundary that it belongs to.
+        """
+        num_layers = len(self.layers)
+        sources = {source for source, _ in self.skips}
+        owners = [num_layers] * (num_layers + 1)
+        for index in reversed(range(num_layers)):
+            same = self.layers[index].passes_through and index not in sources
+            owners[index] = owners[index + 1] if same else index
+        result = owners[0]
+        return tuple(0 if own == result != num_layers else own for own in owners)
+
+    def _walk_back(self, *, split: bool) -> Tape:
+        """Walk `nn.blocks.Block.backward`, or its backward_input if `split`, with a tape."""
         tape = Tape()
         num_layers = len(self.layers)
         current = num_layers
         alive = {num_layers: 0}
         branches: dict[int, list[tuple[int, int]]] = {}
+        kept: set[int] = set()
 
         def keep_only(named: set[int]) -> None:
-            needed = named | {grad for later in branches.values() for grad, _ in later}
+            needed = named | kept | {grad for later in branches.values() for grad, _ in later}
             for boundary in alive.keys() - needed:
                 tape.free(alive.pop(boundary))
 
@@ -330,8 +419,11 @@ class BlockSpec:
                     branches.setdefault(source, []).append((current, add_bytes))
             made = 0 if layer.passes_through else layer.input_grad_bytes
             tape.call(layer.input_peak_bytes, made + layer.kept_bytes)
-            tape.call(layer.weight_peak_bytes, layer.grad_bytes)
-            tape.free(layer.kept_bytes - layer.handed_on_bytes)
+            if not split:
+                tape.call(layer.weight_peak_bytes, layer.grad_bytes)
+                tape.free(layer.kept_bytes - layer.handed_on_bytes)
+            elif layer.keeps_output_grad:
+                kept.add(current)
             new = current if layer.passes_through else index
             alive.setdefault(new, made)
             # The old gradient lives on as long as a branch or the caller has it.
@@ -345,4 +437,4 @@ class BlockSpec:
                 keep_only({current, new, *(grad for grad, _ in added)})
             current = new
             keep_only({current})
-        return tape.peak
+        return tape

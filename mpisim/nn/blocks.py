@@ -21,6 +21,7 @@ from mpisim.nn.numerics import TILE_ELEMENTS, tile_slices
 from mpisim.nn.precision import is_floating
 
 BlockSaved = tuple[Saved, ...]
+BlockKept = tuple[Saved, ...]
 
 
 @dataclass(frozen=True)
@@ -218,22 +219,107 @@ class Block:
         grads : dict of str to ndarray
             Newly allocated gradients keyed as `params`, borrowed ones too, in registration order.
         """
-        by_layer = []
+        by_layer: list[Arrays] = []
+
+        def finish(index: int, kept: Saved) -> None:
+            if between is not None:
+                between()
+            by_layer.append(self.layers[index][1].backward_weight(saved[index], kept, ctx))
+
+        dx = self._walk_back(params, saved, dy, ctx, between, finish)
+        return dx, self._named(by_layer)
+
+    def backward_input(
+        self,
+        params: Arrays,
+        saved: BlockSaved,
+        dy: np.ndarray | float,
+        ctx: LayerContext,
+        between: Callable[[], None] | None = None,
+    ) -> tuple[np.ndarray | None, BlockKept]:
+        """Run the input halves of the layers' backwards, last to first.
+
+        Parameters
+        ----------
+        params, saved, dy, ctx
+            As for `backward`.
+        between : callable without arguments, optional
+            Called between layers.
+
+        Returns
+        -------
+        dx : ndarray or None
+            As from `backward`, bit for bit.
+        kept : tuple of tuple of ndarray
+            What each layer keeps for its weight half, first to last. It may hold `dy`, `dx` and
+            gradients between layers by reference: nobody may change those until the weight half
+            has run.
+
+        Notes
+        -----
+        All of `saved` is needed until `backward_weight` has run.
+        """
+        by_layer: list[Saved] = []
+        dx = self._walk_back(params, saved, dy, ctx, between, lambda _, kept: by_layer.append(kept))
+        return dx, tuple(reversed(by_layer))
+
+    def backward_weight(
+        self,
+        saved: BlockSaved,
+        kept: BlockKept,
+        ctx: LayerContext,
+        between: Callable[[], None] | None = None,
+    ) -> Arrays:
+        """Run the weight halves of the layers' backwards, last to first.
+
+        Parameters
+        ----------
+        saved : tuple of tuple of ndarray
+            What backward_input got. Not modified.
+        kept : tuple of tuple of ndarray
+            Second result of backward_input. Not modified.
+        ctx : LayerContext
+            The context of the forward call.
+        between : callable without arguments, optional
+            Called between layers.
+
+        Returns
+        -------
+        dict of str to ndarray
+            The gradients that `backward` returns, bit for bit. Those that the input half computed
+            on its way are the arrays in `kept`, the others newly allocated.
+        """
+        by_layer: list[Arrays] = []
+        for index in reversed(range(len(self.layers))):
+            if between is not None and by_layer:
+                between()
+            by_layer.append(self.layers[index][1].backward_weight(saved[index], kept[index], ctx))
+        return self._named(by_layer)
+
+    def _walk_back(
+        self,
+        params: Arrays,
+        saved: BlockSaved,
+        dy: np.ndarray | float,
+        ctx: LayerContext,
+        between: Callable[[], None] | None,
+        take: Callable[[int, Saved], None],
+    ) -> np.ndarray | None:
+        """Return dx; `take` gets each layer's index and what its input half kept, last to first."""
         branches: dict[int, list[np.ndarray]] = defaultdict(list)
         for index in reversed(range(len(self.layers))):
             layer_name, layer = self.layers[index]
             for source in self._sources_of(index + 1):
                 branches[source].append(dy)
-            if between is not None and by_layer:
+            if between is not None and index < len(self.layers) - 1:
                 between()
             dx, kept = layer.backward_input(
                 _layer_params(params, layer_name, layer), saved[index], dy, ctx
             )
-            if between is not None:
-                between()
-            by_layer.append(layer.backward_weight(saved[index], kept, ctx))
+            take(index, kept)
             # No name outlives its use: what it names would stay in memory during the next layer.
             del kept
+            # Only an array that this layer made may be changed: any other may be in `kept`.
             fresh = dx is not dy
             added = branches.pop(index, [])
             while added:
@@ -241,12 +327,15 @@ class Block:
                 fresh = True
             dy = dx
             del dx
-        grads = {
+        return dy
+
+    def _named(self, by_layer: list[Arrays]) -> Arrays:
+        """Return the gradients of all layers, given last to first, in registration order."""
+        return {
             f"{layer_name}.{local}": grad
             for (layer_name, _), layer_grads in zip(self.layers, reversed(by_layer), strict=True)
             for local, grad in layer_grads.items()
         }
-        return dy, grads
 
     def saved_arrays(self, saved: BlockSaved) -> list[np.ndarray]:
         """List the floating arrays of `saved`, each object once, in layer order.
@@ -255,8 +344,15 @@ class Block:
         `boundary_bytes` over `saved_boundaries()` plus `extra_saved_bytes_for(keep)`. Integers
         (token ids, counts) are data and are left out.
         """
-        unique = {id(array): array for array in _flatten(saved) if is_floating(array.dtype)}
-        return list(unique.values())
+        return _floating_once(saved)
+
+    def kept_arrays(self, kept: BlockKept) -> list[np.ndarray]:
+        """List the floating arrays of `kept`, each object once, in layer order.
+
+        The sum of their `nbytes` is what `spec` says: `boundary_bytes` over
+        `kept_grad_boundaries()` plus `kept_extra_bytes`.
+        """
+        return _floating_once(kept)
 
     def spec(
         self, x_shape: tuple[int, ...], dtype: np.dtype, conditions: Conditions = Conditions()
@@ -317,6 +413,12 @@ def _add_bytes(size: int, dtype: np.dtype, conditions: Conditions) -> int:
     tape.free(kernel_memory.widen(tape, tile, dtype, conditions))
     kernel_memory.narrow(tape, tile, dtype, conditions)
     return tape.peak
+
+
+def _floating_once(arrays: tuple) -> list[np.ndarray]:
+    """List the floating arrays of nested tuples, each object once."""
+    unique = {id(array): array for array in _flatten(arrays) if is_floating(array.dtype)}
+    return list(unique.values())
 
 
 def _flatten(saved: tuple) -> Iterator[np.ndarray]:

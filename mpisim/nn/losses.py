@@ -444,6 +444,7 @@ class LanguageHead(TokenTable):
             params=(self.table_spec(name),),
             forward_flops=logits_flops,
             backward_flops=2 * matmul_flops + 2 * num_logits + chunked * logits_flops,
+            weight_flops=0 if chunked else matmul_flops,
             output_shape=(),
             input_bytes=num_tokens * self.d_model * itemsize,
             output_bytes=8,

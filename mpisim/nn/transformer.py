@@ -123,6 +123,8 @@ class TokenEmbedding(TokenTable):
         return LayerSpec(
             params=(self.table_spec(name),),
             backward_flops=num_out,
+            weight_flops=num_out,
+            keeps_output_grad=True,
             output_shape=(*x_shape, self.d_model),
             input_bytes=num_tokens * 4,
             output_bytes=num_out * itemsize,
@@ -330,6 +332,8 @@ class Projection(PlainBackward):
             ),
             forward_flops=matmul_flops,
             backward_flops=2 * matmul_flops,
+            weight_flops=matmul_flops,
+            keeps_output_grad=True,
             output_shape=(*x_shape[:-1], self.out_features),
             input_bytes=num_tokens * self.in_features * itemsize,
             output_bytes=num_tokens * self.out_features * itemsize,

@@ -6,11 +6,14 @@ reduced, replayed and kept follows from the plan; sizes follow from the block sp
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from mpisim.layouts.codecs import codec_spec
+from mpisim.layouts.frames import frame_bytes
 from mpisim.layouts.metrics import MEMORY_CATEGORIES, METRIC_NAMES
 from mpisim.layouts.specs import BlockSpec, Keep
 from mpisim.layouts.steps import (
@@ -24,20 +27,27 @@ from mpisim.plan.build import BlockSpecs, Plan
 from mpisim.plan.ops import (
     CONTROL_SUMS,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     CheckGradients,
     Forward,
     LoadBatch,
     Op,
     OptimizerStep,
     Recompute,
+    RecvActivation,
+    RecvGrad,
     Reshard,
+    SendActivation,
+    SendGrad,
     StartSync,
     StartUnshard,
+    WaitSend,
     WaitSync,
     control_count,
 )
 from mpisim.plan.partition import Bucket
-from mpisim.plan.passes import replay_ends
+from mpisim.plan.passes import batch_ends, replay_ends
 from mpisim.plan.text import op_text
 
 
@@ -109,6 +119,7 @@ def predict_memory(
     batch_bytes: Callable[[int, int | None], int],
     data_bytes: int,
     working: Working | None = None,
+    residual_bytes: int = 0,
 ) -> MemoryForecast:
     """Walk one rank's ops with byte counts.
 
@@ -124,11 +135,13 @@ def predict_memory(
     scratch_bytes : int
         The update's working space, category "temp".
     batch_bytes : callable of (int, int or None) to int
-        Bytes of a microbatch of that many rows and tokens per row.
+        Bytes that the rank keeps of a microbatch of that many rows and tokens per row.
     data_bytes : int
         Bytes that the loaded data set keeps.
     working : Working, optional
         By default ops need nothing beside what they hold and what blocks need.
+    residual_bytes : int
+        What is kept of losses of the gradients sent over boundaries.
 
     Returns
     -------
@@ -136,13 +149,15 @@ def predict_memory(
         `peak` holds each category at its own worst moment; `peak_total` the largest sum.
     """
     live = dict.fromkeys(MEMORY_CATEGORIES, 0)
-    whole = sum(bucket.count for bucket in plan.buckets)
-    own = sum(hi - lo for lo, hi in (owned_range(plan, bucket, rank) for bucket in plan.buckets))
+    buckets = plan.rank_buckets(rank)
+    whole = sum(bucket.count for bucket in buckets)
+    own = sum(hi - lo for lo, hi in (owned_range(plan, bucket, rank) for bucket in buckets))
     live["params"] = (own if plan.zero == 3 else whole) * itemsizes.compute
     live["master_params"] = own * itemsizes.param * itemsizes.has_master
     live["grads"] = (own if plan.zero >= 2 else whole) * itemsizes.reduce
     live["optimizer"] = own * itemsizes.param * optimizer_arrays
-    live["comm_buffers"] = comm_buffer_bytes(plan, rank, itemsizes.wire)
+    live["comm_buffers"] = comm_buffer_bytes(plan, rank, itemsizes.wire, itemsizes.reduce)
+    live["comm_buffers"] += residual_bytes
     if plan.zero < 2:
         live["comm_buffers"] += whole * itemsizes.wire * itemsizes.has_wire_copy
     live["data"] = data_bytes
@@ -160,14 +175,17 @@ class _Tensor(NamedTuple):
     """The name of what comes and goes during a step; who holds the same name shares the array."""
 
     kind: Literal[
-        "batch", "boundary", "replay", "own", "interior", "check", "grad", "sums", "wire", "whole"
-    ]
+        "batch", "boundary", "replay", "own", "interior", "check", "grad", "kept", "frame", "sums",
+        "wire", "whole",
+    ]  # fmt: skip
     """`batch`: a microbatch as loaded, category "data"; all others are "activations".
     `boundary`: what flows between two layers. `replay`: a replayed output that is compared with
     the first one, an array of its own. `own`: what a block saves beside boundaries, without the
     `interior` that can be dropped and the `check` that stands for it. `grad`: gradient of a
-    block's input. Of a bucket, while it is there: `sums`, all its gradients; `wire`, their rounded
-    copy; `whole`, its gathered parameters."""
+    block's input, or of a boundary within it. `kept`: what the input half of a backward leaves
+    beside such gradients. `frame`: a message to the next or, with `boundary` 1, the previous stage;
+    one that is received, too, if a tensor is made of it. Of a bucket, while it is there: `sums`,
+    all its gradients; `wire`, their rounded copy; `whole`, its gathered parameters."""
     micro: int
     block: int = 0
     """Number of the block, or of the bucket, from 0."""
@@ -180,7 +198,10 @@ class _Tensor(NamedTuple):
         return _CATEGORIES.get(self.kind, "activations")
 
 
-_CATEGORIES = {"batch": "data", "sums": "grads", "wire": "comm_buffers", "whole": "params"}
+_CATEGORIES = {
+    "batch": "data", "sums": "grads", "wire": "comm_buffers", "frame": "comm_buffers",
+    "whole": "params",
+}  # fmt: skip
 
 
 class _Walk:
@@ -209,20 +230,22 @@ class _Walk:
         ]
         self.last = len(plan.blocks) - 1
         self.ends = replay_ends(plan.ranks[rank], plan.blocks)
+        self.batch_ends = batch_ends(plan.ranks[rank])
+        self.buckets = plan.rank_buckets(rank)
         self.keeps: dict[tuple[int, int], str] = {}
         """What the forward of (block, microbatch) kept."""
         self.replayed: set[tuple[int, int]] = set()
         """(block, microbatch) whose output is the replayed one, beside the first."""
         self.live = live
         self.forecast = MemoryForecast(live, dict(live), sum(live.values()), dict(live), "start")
-        self.own = sum(hi - lo for lo, hi in (owned_range(plan, b, rank) for b in plan.buckets))
+        self.own = sum(hi - lo for lo, hi in (owned_range(plan, b, rank) for b in self.buckets))
         self.sizes = {param.name: param.size for b in plan.buckets for param in b.params}
         self._fullest, self._fullest_live, self._need = 0, dict(live), 0
         self._holders: Counter[_Tensor] = Counter()
         self._sizes: dict[_Tensor, int] = {}
 
     def load(self, op: LoadBatch) -> None:
-        """Hold the batch until the first block's backward, or an evaluation's last forward."""
+        """Hold the batch until the last op that reads it."""
         rows, length = self.plan.rows[self.rank][op.micro], self.plan.length(self.rank, op.micro)
         self._hold(_Tensor("batch", op.micro), self.batch_bytes(rows, length))
         self._need_now(self.working.load(rows, length))
@@ -230,7 +253,7 @@ class _Walk:
     def forward(self, op: Forward) -> None:
         """Hold what the op keeps, and the output, once more if a replay is compared with it.
 
-        Drops the input, which stays alive if it was kept; an evaluation's last block the batch.
+        Drops the input, which stays alive if it was kept.
         """
         micro, number, block = self._place(op)
         self.keeps[number, micro] = op.keep
@@ -245,13 +268,16 @@ class _Walk:
             elif op.keep == "input" and number:
                 self._hold(_Tensor("boundary", micro, number), block.boundary_bytes(0))
         if number != self.last:
-            holders = 2 if (op.block, micro) in self.ends else 1
+            holders = 2 if self.ends.get((op.block, micro)) else 1
             for _ in range(holders):
                 self._hold(self._output(micro, number), _output_bytes(block))
         if number:
             self._drop(_Tensor("boundary", micro, number))
-        if number == self.last and self.plan.kind == "eval":
-            self._drop(_Tensor("batch", micro))
+        self._drop_batch(op)
+
+    def _drop_batch(self, op: Forward | Backward | BackwardWeight) -> None:
+        if self.batch_ends[op.micro] is op:
+            self._drop(_Tensor("batch", op.micro))
 
     def recompute(self, op: Recompute) -> None:
         """Hold what the forward did not keep.
@@ -269,43 +295,125 @@ class _Walk:
             self._drop(_Tensor("check", micro, number))
             return
         first = self._output(micro, number)
-        is_compared = (op.block, micro) in self.ends
-        if is_compared:
+        # Where the first output has left the rank, its checksum is compared.
+        stays = self.ends.get((op.block, micro))
+        if stays:
             self.replayed.add((number, micro))
         self._hold_each(self._kept(micro, number, block))
         self._hold(self._output(micro, number), _output_bytes(block))
         if number:
             self._drop(_Tensor("boundary", micro, number))
-        if is_compared:
+        if stays is not None:
             self._drop(self._output(micro, number))
+        if stays:
             self._drop(first)
 
     def backward(self, op: Backward) -> None:
         """Hold the gradient of the input.
 
-        Drops what was saved, the gradient of the output, and with the first block the batch.
+        Drops what was saved, the gradient of the output, and the batch with its last reader.
         """
         micro, number, block = self._place(op)
         self._need_now(block.backward_peak())
         if number:
             self._hold(_Tensor("grad", micro, number), block.boundary_bytes(0))
+        self._add_gradients(op, block, block.grad_bytes)
+        self._drop_saved(micro, number, block)
+        if number < self.last:
+            self._drop(_Tensor("grad", micro, number + 1))
+        self._drop_batch(op)
+
+    def backward_input(self, op: BackwardInput) -> None:
+        """Hold the gradient of the input and what the weight half needs; drop that of the output.
+
+        Gradients between layers that are kept are named by block and boundary; those of the block's
+        ends are the ones that come in and go out.
+        """
+        micro, number, block = self._place(op)
+        self._need_now(block.input_peak())
+        self._hold_each(self._half(micro, number, block))
+        if number:
+            self._hold(_Tensor("grad", micro, number), block.boundary_bytes(0))
+        if number < self.last:
+            self._drop(_Tensor("grad", micro, number + 1))
+
+    def backward_weight(self, op: BackwardWeight) -> None:
+        """Drop what was saved, what the input half kept, and the batch with its last reader."""
+        micro, number, block = self._place(op)
+        self._need_now(block.weight_peak())
+        self._add_gradients(op, block, block.new_grad_bytes)
+        self._drop_saved(micro, number, block)
+        for tensor in self._half(micro, number, block):
+            self._drop(tensor)
+        self._drop_batch(op)
+
+    def _half(self, micro: int, number: int, block: BlockSpec) -> dict[_Tensor, int]:
+        """Return the bytes of what the input half of a backward keeps for the weight half."""
+        kept: dict[_Tensor, int] = {}
+        for boundary in block.kept_grad_boundaries():
+            nbytes = block.boundary_bytes(boundary)
+            if boundary == 0:
+                tensor = _Tensor("grad", micro, number)
+            elif boundary == len(block.layers):
+                tensor = _Tensor("grad", micro, number + 1)
+            else:
+                tensor = _Tensor("grad", micro, number, boundary)
+            if nbytes:
+                kept[tensor] = nbytes
+        if block.kept_extra_bytes:
+            kept[_Tensor("kept", micro, number)] = block.kept_extra_bytes
+        return kept
+
+    def _add_gradients(
+        self, op: Backward | BackwardWeight, block: BlockSpec, new_bytes: int
+    ) -> None:
         if self.plan.zero >= 2:
-            for bucket in self.plan.buckets:
+            for bucket in self.buckets:
                 sums = _Tensor("sums", 0, bucket.index)
                 if op.block in bucket.blocks and not self._holders[sums]:
                     self._hold(sums, bucket.count * self.itemsizes.reduce)
         names = [*(param.name for param in block.params), *block.borrows]
         adding = max((self.working.accumulate(self.sizes[name]) for name in names), default=0)
-        self._need_now(block.grad_bytes + adding)
+        self._need_now(new_bytes + adding)
+
+    def _drop_saved(self, micro: int, number: int, block: BlockSpec) -> None:
         for tensor in self._kept(micro, number, block):
             self._drop(tensor)
         self._drop(_Tensor("interior", micro, number))
-        if number < self.last:
-            self._drop(_Tensor("grad", micro, number + 1))
-        if number == 0:
-            self._drop(_Tensor("batch", micro))
 
-    def _place(self, op: Forward | Recompute | Backward) -> tuple[int, int, BlockSpec]:
+    def send(self, op: SendActivation | SendGrad) -> None:
+        """Hold the frame, drop the tensor that it is made of."""
+        after = self._first_block(op.boundary + 1)
+        is_grad = isinstance(op, SendGrad)
+        self._hold(_Tensor("frame", op.micro, op.boundary, is_grad), self._frame_bytes(op))
+        self._drop(_Tensor("grad" if is_grad else "boundary", op.micro, after))
+
+    def receive(self, op: RecvActivation | RecvGrad) -> None:
+        """Hold the tensor: the frame itself without codec, else one made of it."""
+        after = self._first_block(op.boundary + 1)
+        is_grad = isinstance(op, RecvGrad)
+        tensor = _Tensor("grad" if is_grad else "boundary", op.micro, after)
+        if op.codec == "none":
+            self._hold(tensor, self._frame_bytes(op))
+            return
+        frame = _Tensor("frame", op.micro, op.boundary, 2 + is_grad)
+        self._hold(frame, self._frame_bytes(op))
+        self._hold(tensor, math.prod(op.shape) * self.itemsizes.compute)
+        self._drop(frame)
+
+    def wait_send(self, op: WaitSend) -> None:
+        """Drop the frame."""
+        self._drop(_Tensor("frame", op.micro, op.boundary, op.kind == "grad"))
+
+    def _first_block(self, stage: int) -> int:
+        return self.plan.blocks.index(self.plan.stages[stage][0])
+
+    def _frame_bytes(self, op: SendActivation | SendGrad | RecvActivation | RecvGrad) -> int:
+        return frame_bytes(codec_spec(op.codec), op.shape, self.itemsizes.compute)
+
+    def _place(
+        self, op: Forward | Recompute | Backward | BackwardInput | BackwardWeight
+    ) -> tuple[int, int, BlockSpec]:
         """Return the microbatch, the block's number and its costs."""
         number = self.plan.blocks.index(op.block)
         return op.micro, number, self.specs[op.micro][number]
@@ -368,7 +476,7 @@ class _Walk:
 
     def _owned_parts(self) -> Iterator[int]:
         """Yield the elements of every parameter that the rank owns."""
-        for bucket in self.plan.buckets:
+        for bucket in self.buckets:
             own_lo, own_hi = owned_range(self.plan, bucket, self.rank)
             for lo, hi in bucket.offsets().values():
                 if max(lo, own_lo) < min(hi, own_hi):
@@ -430,6 +538,13 @@ _STEPS: dict[type[Op], Callable[[_Walk, Any], None]] = {
     Forward: _Walk.forward,
     Recompute: _Walk.recompute,
     Backward: _Walk.backward,
+    BackwardInput: _Walk.backward_input,
+    BackwardWeight: _Walk.backward_weight,
+    SendActivation: _Walk.send,
+    RecvActivation: _Walk.receive,
+    SendGrad: _Walk.send,
+    RecvGrad: _Walk.receive,
+    WaitSend: _Walk.wait_send,
     StartSync: _Walk.start_sync,
     WaitSync: _Walk.wait_sync,
     CheckGradients: _Walk.check_gradients,
@@ -488,12 +603,16 @@ def owned_range(plan: Plan, bucket: Bucket, rank: int) -> tuple[int, int]:
     return bucket.shard(plan.mesh.dp, plan.mesh.coordinate(rank)["dp"])
 
 
-def comm_buffer_bytes(plan: Plan, rank: int, itemsize: int) -> int:
-    """Return the bytes of scratch and control buffers that a rank's communicators hold."""
+def comm_buffer_bytes(plan: Plan, rank: int, itemsize: int, reduce_itemsize: int) -> int:
+    """Return the bytes of scratch and control buffers that a rank's communicators hold.
+
+    `itemsize` is that of gradients in sums over axis dp, `reduce_itemsize` of those that are
+    exchanged between the ends of a tied table.
+    """
     mesh = plan.mesh
     index = mesh.coordinate(rank)["dp"]
-    scratch, copies = 0, 0
-    for bucket in plan.buckets:
+    scratch, copies, tied = 0, 0, 0
+    for bucket in plan.rank_buckets(rank):
         if plan.zero:
             table = reduce_scatter_table(bucket.count, mesh.dp, itemsize)
         else:
@@ -501,11 +620,18 @@ def comm_buffer_bytes(plan: Plan, rank: int, itemsize: int) -> int:
         number, longest = scratch_slots(table, index, in_place=plan.zero > 0)
         scratch = max(scratch, number * longest * itemsize)
         copies += buffered_count(table, index, itemsize) * itemsize
+        if bucket.twin >= 0:
+            count = tied_count(plan, bucket, rank)
+            end = int(bucket.coordinate > plan.buckets[bucket.twin].coordinate)
+            table = all_reduce_table(count, 2, reduce_itemsize, plan.algorithm)
+            number, longest = scratch_slots(table, end)
+            tied = max(tied, number * longest * reduce_itemsize)
+            copies += buffered_count(table, end, reduce_itemsize) * reduce_itemsize
     control, scalars = 0, 0
     for kind in CONTROL_SUMS:
-        if kind == "norm" and not plan.zero:
+        if kind == "norm" and not plan.zero and mesh.pp == 1:
             continue
-        kind_count = control_count(kind, mesh.size)
+        kind_count = control_count(kind, plan.num_norms)
         table = all_reduce_table(kind_count, mesh.size, 8, "auto")
         number, longest = scratch_slots(table, rank)
         control = max(control, number * longest * 8)
@@ -515,4 +641,12 @@ def comm_buffer_bytes(plan: Plan, rank: int, itemsize: int) -> int:
     copies += buffered_count(gather, rank, 8) * 8
     metrics = len(METRIC_NAMES) * 8
     collected = gather.count * 8 if rank == 0 else 0
-    return scratch + copies + control + scalars + metrics + collected
+    return scratch + copies + tied + control + scalars + metrics + collected
+
+
+def tied_count(plan: Plan, bucket: Bucket, rank: int) -> int:
+    """Return the elements of a tied table that a rank exchanges with the other end."""
+    if plan.zero < 2:
+        return bucket.count
+    lo, hi = bucket.shard(plan.mesh.dp, plan.mesh.coordinate(rank)["dp"])
+    return hi - lo

@@ -15,22 +15,44 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class ForwardStage(Op):
-    """This op is read as: run all blocks of this rank forward for one microbatch.
+    """This op is read as: run the blocks of one chunk of this rank forward for one microbatch.
 
     Schedules emit it; `passes.expand_blocks` replaces it.
     """
 
     micro: int
+    chunk: int = 0
+    """Which of the rank's chunks, 0 the one nearest the model's input."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardStage(Op):
-    """This op is read as: run all blocks of this rank backward for one microbatch.
+    """This op is read as: run the blocks of one chunk of this rank backward for one microbatch.
 
     Schedules emit it; `passes.expand_blocks` replaces it.
     """
 
     micro: int
+    chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardInputStage(Op):
+    """This op is read as: as BackwardStage, but only the gradient of the chunk's input.
+
+    The chunk's BackwardWeightStage follows, at any time.
+    """
+
+    micro: int
+    chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWeightStage(Op):
+    """This op is read as: compute the weight gradients that a BackwardInputStage left for later."""
+
+    micro: int
+    chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +100,84 @@ class Backward(Op):
     micro: int
 
 
+@dataclass(frozen=True, slots=True)
+class BackwardInput(Op):
+    """This op is read as: compute the gradient of a block's input; keep what its weights need."""
+
+    block: str
+    micro: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWeight(Op):
+    """This op is read as: compute and add a block's weight gradients, free what was kept."""
+
+    block: str
+    micro: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendActivation(Op):
+    """This op is read as: frame a stage's output and post it to the rank of the next stage.
+
+    The frame belongs to the message until its WaitSend.
+    """
+
+    boundary: int
+    """Number of the stage whose output crosses."""
+    micro: int
+    peer: int
+    """World rank of the other side."""
+    shape: tuple[int, ...]
+    """Of the tensor."""
+    codec: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecvActivation(Op):
+    """This op is read as: block until the output of the stage before is here, and decode it."""
+
+    boundary: int
+    micro: int
+    peer: int
+    shape: tuple[int, ...]
+    codec: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendGrad(Op):
+    """This op is read as: frame the gradient of a stage's input, post it to the stage before."""
+
+    boundary: int
+    """Number of the stage whose output it is the gradient of."""
+    micro: int
+    peer: int
+    shape: tuple[int, ...]
+    codec: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecvGrad(Op):
+    """This op is read as: block until the gradient of a stage's output is here, and decode it."""
+
+    boundary: int
+    micro: int
+    peer: int
+    shape: tuple[int, ...]
+    codec: str
+
+
+@dataclass(frozen=True, slots=True)
+class WaitSend(Op):
+    """This op is read as: block until a posted frame has left, and free it."""
+
+    boundary: int
+    micro: int
+    peer: int
+    kind: str
+    """``activation`` or ``grad``."""
+
+
 ALL_MICROS = -1
 """In place of a microbatch: the gradients of all of them, added up."""
 
@@ -107,6 +207,22 @@ class WaitSync(Op):
 
     bucket: int
     micro: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeTied(Op):
+    """This op is read as: add up the gradients of a table that two stages hold, on both.
+
+    Without sharded gradients before the bucket's sum over axis dp; with them (ZeRO 2, 3) shard by
+    shard after the last one.
+    """
+
+    bucket: int
+    peer: int
+    """World rank of the other end."""
+    count: int
+    """Elements: the bucket, or this rank's shard of it."""
+    dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +269,10 @@ CONTROL_SUMS: dict[str, tuple[int, str, str]] = {
     "non_finite": (1, "int64", "max"),
     "eval": (3, "float64", "sum"),
 }
-"""Kind -> elements, dtype, reduction (0 elements: one per rank).
+"""Kind -> elements, dtype, reduction (0 elements: one per part of the gradients).
 
-target_count: valid targets of the update. loss: sum of losses and top-1 hits. norm: of each rank's
-gradient shard, in a place of its own (a sum of squares could overflow, a list of norms cannot).
+target_count: valid targets of the update. loss: sum of losses and top-1 hits. norm: of each part of
+the gradients, in a place of its own (a sum of squares could overflow, a list of norms cannot).
 non_finite: whether some rank found a number that is not finite. eval: sum of losses, top-1 hits,
 valid targets."""
 
@@ -197,13 +313,18 @@ class GatherMetrics(Op):
 OP_TYPES: dict[str, type[Op]] = {
     op.__name__: op
     for op in (
-        ForwardStage, BackwardStage, LoadBatch, Forward, Recompute, Backward, StartSync, WaitSync,
-        StartUnshard, WaitUnshard, Reshard, ReduceScalars, CheckGradients, OptimizerStep,
-        GatherParams, GatherMetrics,
+        ForwardStage, BackwardStage, BackwardInputStage, BackwardWeightStage, LoadBatch, Forward,
+        Recompute, Backward, BackwardInput, BackwardWeight, SendActivation, RecvActivation,
+        SendGrad, RecvGrad, WaitSend, StartSync, WaitSync, ExchangeTied, StartUnshard, WaitUnshard,
+        Reshard, ReduceScalars, CheckGradients, OptimizerStep, GatherParams, GatherMetrics,
     )
 }  # fmt: skip
 
 WAIT_AXIS: dict[type[Op], str] = {
+    RecvActivation: "pp",
+    RecvGrad: "pp",
+    WaitSend: "pp",
+    ExchangeTied: "pp",
     WaitSync: "dp",
     WaitUnshard: "dp",
     GatherParams: "dp",
@@ -212,10 +333,13 @@ WAIT_AXIS: dict[type[Op], str] = {
 }
 """Ops that may block, and the axis they wait on; all others only compute or post."""
 
+ADDS_GRADIENTS = (Backward, BackwardWeight)
+"""Ops that add to the gradients of a block's parameters."""
+
 IF_COMMITTED: frozenset[type[Op]] = frozenset({GatherParams})
 """Ops that run only if the update was committed; they are priced both ways."""
 
 
-def control_count(kind: str, num_ranks: int) -> int:
-    """Return the elements of a control sum over `num_ranks` ranks."""
-    return CONTROL_SUMS[kind][0] or num_ranks
+def control_count(kind: str, num_norms: int) -> int:
+    """Return the elements of a control sum; `num_norms`: see `partition.num_norms`."""
+    return CONTROL_SUMS[kind][0] or num_norms

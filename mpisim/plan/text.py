@@ -27,8 +27,12 @@ def op_text(op: Op) -> str:
     >>> op_text(Forward("head", 2))
     'Forward block=head micro=2 keep=all'
     """
-    pairs = [f"{item.name}={getattr(op, item.name)}" for item in fields(op)]
+    pairs = [f"{item.name}={_value_text(getattr(op, item.name))}" for item in fields(op)]
     return " ".join([type(op).__name__, *pairs])
+
+
+def _value_text(value: int | str | tuple[int, ...]) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def plan_text(plan: Plan) -> str:
@@ -43,6 +47,8 @@ def plan_text(plan: Plan) -> str:
         f"params {plan.param_dtype}",
         "blocks " + " ".join(plan.blocks),
     ]
+    if plan.stages:
+        lines.append("stages " + " ".join(map(",".join, plan.stages)))
     lines += map(_bucket_text, plan.buckets)
     for rank, ops in enumerate(plan.ranks):
         lengths = plan.lengths[rank] if plan.lengths else None
@@ -63,6 +69,7 @@ def parse_plan(text: str) -> Plan:
     head: dict[str, str] = {}
     mesh = Mesh()
     buckets: list[Bucket] = []
+    stages: list[tuple[str, ...]] = []
     rows: list[tuple[int, ...]] = []
     lengths: list[tuple[int, ...]] = []
     ranks: list[list[Op]] = []
@@ -83,6 +90,8 @@ def parse_plan(text: str) -> Plan:
             elif word == "bucket":
                 buckets.append(_parse_bucket(len(buckets), rest))
                 again = _bucket_text(buckets[-1])
+            elif word == "stages" and not stages:
+                stages += [tuple(names.split(",")) for names in rest.split()]
             elif word == "rank":
                 values = dict(pair.split("=") for pair in rest.split()[1:])
                 rows.append(_ints(values["rows"]))
@@ -116,7 +125,7 @@ def parse_plan(text: str) -> Plan:
     return Plan(
         head["kind"], mesh, head["dtype"], head["algorithm"], tuple(rows),
         tuple(head["blocks"].split()), tuple(buckets), tuple(map(tuple, ranks)), tuple(lengths),
-        int(head["zero"]), head["params"],
+        int(head["zero"]), head["params"], tuple(stages),
     )  # fmt: skip
 
 
@@ -126,7 +135,9 @@ def _mesh_text(mesh: Mesh) -> str:
 
 def _bucket_text(bucket: Bucket) -> str:
     params = " ".join(f"{param.name}:{'x'.join(map(str, param.shape))}" for param in bucket.params)
-    return f"bucket {bucket.index} blocks={','.join(bucket.blocks)} {params}"
+    place = f" at={bucket.coordinate}" if bucket.coordinate else ""
+    twin = f" twin={bucket.twin}" if bucket.twin >= 0 else ""
+    return f"bucket {bucket.index}{place}{twin} blocks={','.join(bucket.blocks)} {params}"
 
 
 def _rank_text(rank: int, rows: tuple[int, ...], lengths: tuple[int, ...] | None) -> str:
@@ -144,16 +155,24 @@ def _parse_op(word: str, rest: str) -> Op:
     known = {item.name: item.type for item in fields(kind)}
     if values.keys() != known.keys():
         raise ValueError(f"{word} has the fields {', '.join(known) or 'none'}")
-    return kind(
-        **{name: int(value) if known[name] == "int" else value for name, value in values.items()}
-    )
+    parse = {"int": int, "str": str, "tuple[int, ...]": _parse_shape}
+    return kind(**{name: parse[known[name]](value) for name, value in values.items()})
+
+
+def _parse_shape(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split("x"))) if text else ()
 
 
 def _parse_bucket(index: int, rest: str) -> Bucket:
-    _, blocks, *params = rest.split()
+    words = rest.split()[1:]
+    head = {}
+    while words and (name := words[0].partition("=")[0]) in ("at", "twin", "blocks"):
+        head[name] = words.pop(0).partition("=")[2]
     specs = []
-    for param in params:
+    for param in words:
         name, _, shape = param.rpartition(":")
-        extents = tuple(map(int, shape.split("x"))) if shape else ()
-        specs.append(ParamSpec(name=name, shape=extents))
-    return Bucket(index, tuple(blocks.removeprefix("blocks=").split(",")), tuple(specs))
+        specs.append(ParamSpec(name=name, shape=_parse_shape(shape)))
+    return Bucket(
+        index, tuple(head["blocks"].split(",")), tuple(specs), int(head.get("at", 0)),
+        int(head.get("twin", -1)),
+    )  # fmt: skip

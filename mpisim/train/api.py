@@ -25,7 +25,7 @@ class RunResult:
     summary: dict[str, Any]
     """summary.json."""
     params: dict[str, Any] | None = None
-    """Rank 0's final parameters by name (ndarrays); only with transport "local"."""
+    """Final parameters by name (ndarrays), of all stages; only with transport "local"."""
 
 
 def run(
@@ -41,7 +41,7 @@ def run(
     ----------
     config : RunConfig
     ranks : int, optional
-        Ranks to start; by default `parallel.dp`.
+        Ranks to start; by default `parallel.dp` * `parallel.pp`.
     overwrite : bool
         Replace an earlier run of the same name.
     transport : {"mpi", "local"}
@@ -58,7 +58,7 @@ def run(
     MpisimError
         The job failed; its own message is on standard error.
     """
-    num_ranks = config.parallel.dp if ranks is None else ranks
+    num_ranks = config.parallel.dp * config.parallel.pp if ranks is None else ranks
     if num_ranks < 1:
         got = "neither ranks nor parallel.dp" if ranks is None else f"ranks={ranks}"
         raise ConfigError(f"the number of ranks must be 1 or more; got {got}. Pass ranks=N.")
@@ -109,4 +109,6 @@ def _run_threads(config: RunConfig, ranks: int, overwrite: bool) -> dict[str, An
     )
     if done.errors:
         raise next(iter(done.errors.values()))
-    return done.results[0]
+    # The first replica; what two stages hold, both hold alike.
+    parts = done.results[: config.parallel.pp]
+    return {name: array for part in parts for name, array in part.items()}

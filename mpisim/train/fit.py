@@ -123,15 +123,17 @@ def _alike(setup: Setup, plan: Plan, rank: int) -> tuple:
     """Return all that a rank's forecast depends on beside the plan: most ranks are alike."""
     parts: set[int] = set()
     own = []
-    for bucket in plan.buckets:
+    for bucket in plan.rank_buckets(rank):
         lo, hi = owned_range(plan, bucket, rank)
         own.append(hi - lo)
         parts |= {
             min(hi, b) - max(lo, a) for a, b in bucket.offsets().values() if a < hi and b > lo
         }
     lengths = plan.lengths[rank] if plan.lengths else ()
-    buffers = comm_buffer_bytes(plan, rank, setup.itemsizes.wire)
-    return plan.rows[rank], lengths, buffers, tuple(own), frozenset(parts)
+    sizes = setup.itemsizes
+    buffers = comm_buffer_bytes(plan, rank, sizes.wire, sizes.reduce)
+    stage = plan.mesh.coordinate(rank)["pp"]
+    return stage, plan.rows[rank], lengths, buffers, tuple(own), frozenset(parts)
 
 
 def _forecast(setup: Setup, plan: Plan, rank: int, data_bytes: int) -> WorstForecast:

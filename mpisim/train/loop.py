@@ -109,7 +109,7 @@ def train_on(
                 trainer.close()
             # The budget ends here: summing up gathers what was shared out.
             tracker.close()
-            check_drained(transport, [state.dp, state.control])
+            check_drained(transport, state.communicators)
             trainer.sum_up()
         except MemoryBudgetExceeded as error:
             raise record_excess(run_dir, setup, job, sizes, error) from error
@@ -118,8 +118,8 @@ def train_on(
             recorder.close()
     finally:
         tracker.close()
-    state.dp.close()
-    state.control.close()
+    for communicator in state.communicators:
+        communicator.close()
     transport.barrier()
     return state, trainer.params
 

@@ -1,6 +1,6 @@
 """Writes text with the weights of a finished run, one byte after the other.
 
-Reads run.json and weights.safetensors, and runs plain forward passes in the weights' own dtype:
+Reads run.json and the weights, and runs plain forward passes in the weights' own dtype:
 no ranks, no plan, no memory of earlier passes. Behind `mpisim sample`.
 
 Shape suffixes: B batch rows, T positions, D model width, V vocabulary.
@@ -27,7 +27,8 @@ from mpisim.nn.params import rng_for_name
 from mpisim.train.record import digest
 from mpisim.train.rundir import read_json
 from mpisim.train.setup import build_model
-from mpisim.train.weights import WEIGHTS_FILE, load_weights
+from mpisim.train.stage_files import WEIGHTS_FOLDER
+from mpisim.train.stage_reader import load_run_weights
 
 NextLogits = Callable[[list[int]], np.ndarray]
 """Ids so far -> logits of the next one, shape (V,), float64."""
@@ -100,7 +101,7 @@ def sample(
             f"model.vocab_size must be above {EOS} (bytes, begin and end of a document) to be "
             f"sampled; got {model.loss_layer.vocab_size} in {path}. Name another run."
         )
-    params, _ = load_weights(path / WEIGHTS_FILE, model.param_specs(), config.model.dtype)
+    params, _ = load_run_weights(path, model.param_specs(), config.model.dtype)
     _require_finite(params, path)
     _require_own(params, path)
     split = model.split_params(params)
@@ -261,13 +262,16 @@ def _require_own(params: Arrays, path: Path) -> None:
     if not (path / "summary.json").exists():
         return
     try:
-        recorded = str(read_json(path / "summary.json")["ranks"][0]["params_sha256"])
+        summary = read_json(path / "summary.json")
+        # Of stages, no rank has the digest of all.
+        whole = summary if (path / WEIGHTS_FOLDER).is_dir() else summary["ranks"][0]
+        recorded = str(whole["params_sha256"])
     except (KeyError, IndexError, TypeError):
         return
     if digest(params) != recorded:
         raise CheckpointError(
             f"weights must be those that the run saved (sha256 {recorded[:16]}); got others in "
-            f"{path / WEIGHTS_FILE}. Run the job again."
+            f"{path}. Run the job again."
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,7 +30,9 @@ from mpisim.nn.precision import loss_scale_kind, policy_of
 from mpisim.plan.build import Plan, build_eval_plan, build_train_plan
 from mpisim.plan.check import check_plan
 from mpisim.plan.forecast import Itemsizes, MemoryForecast, predict_memory
+from mpisim.plan.ops import SendGrad
 from mpisim.trace.recorder import Recorder
+from mpisim.train.pipeline import build_pipeline
 from mpisim.units import format_bytes
 
 EVAL_ROWS_PER_FORWARD = 1024
@@ -82,32 +86,35 @@ class Setup:
 
     def __init__(self, config: RunConfig, num_ranks: int) -> None:
         self.config = config
-        self.mesh = build_mesh(config.parallel.dp, num_ranks)
+        self.mesh = build_mesh(config.parallel.dp, num_ranks, config.parallel.pp)
         check_data_section(config)
         pieces = self.mesh.dp * config.train.num_microbatches
         if config.train.global_batch % pieces:
             batch = config.train.global_batch
+            who = "ranks" if self.mesh.pp == 1 else "parallel.dp"
             lower = max(batch // pieces, 1) * pieces
             raise ConfigError(
-                f"train.global_batch must be divisible by ranks * train.num_microbatches; got "
+                f"train.global_batch must be divisible by {who} * train.num_microbatches; got "
                 f"{batch} with {self.mesh.dp} * {config.train.num_microbatches} = {pieces}. Set "
                 f"train.global_batch = {lower} or change the number of ranks."
             )
         self.model = build_model(config)
-        self._check_shards(num_ranks)
+        self._check_shards(self.mesh.dp)
         self.policy = policy_of(config.model.dtype, config.precision)
         self.loss_scale()
         self._specs: dict[tuple[int, int | None, str], tuple[BlockSpec, ...]] = {}
         self._plans: dict[tuple, Plan] = {}
+        self.pipeline = build_pipeline(config, self.mesh, self.specs(1), self.policy)
 
     def _check_shards(self, num_ranks: int) -> None:
-        """Refuse to share out over ranks what cannot be."""
+        """Refuse to share out over the `num_ranks` ranks of axis dp what cannot be."""
         stage = self.config.parallel.zero
         if not stage:
             return
         if num_ranks == 1:
+            alone = "one rank" if self.mesh.pp == 1 else "parallel.dp = 1"
             raise ConfigError(
-                f"parallel.zero must be 0 with one rank, which has nobody to share with; got "
+                f"parallel.zero must be 0 with {alone}, which has nobody to share with; got "
                 f"{stage}. Set parallel.zero = 0, or start more ranks."
             )
         num_params = sum(param.size for param in self.model.param_specs())
@@ -191,7 +198,19 @@ class Setup:
             overlap=config.parallel.overlap, zero=config.parallel.zero,
             loss_scale=self.loss_scale(), kernels=self.kernels(), tracker=tracker,
             budget_bytes=config.memory.budget_bytes,
+            blocks=self.full_plan().rank_blocks(transport.rank),
+            residuals=self.residuals(transport.rank),
         )  # fmt: skip
+
+    def residuals(self, rank: int) -> dict[int, tuple[int, ...]]:
+        """Return the shapes of the gradients whose losses a rank keeps, by boundary."""
+        if not self.config.compression.error_feedback:
+            return {}
+        shapes: dict[int, tuple[int, ...]] = {}
+        for op in self.full_plan().ranks[rank]:
+            if isinstance(op, SendGrad):
+                shapes.setdefault(op.boundary, op.shape)
+        return shapes
 
     def kernels(self) -> Kernels:
         """Return the kernel set that the config asks for, compiled for the run's dtypes."""
@@ -200,11 +219,21 @@ class Setup:
     def signature(self, num_rows: int) -> tuple[tuple[int, ...], ...]:
         """Return the rows per rank and microbatch of an update of `num_rows` rows."""
         micros = self.config.train.num_microbatches
+        return self._rows(num_rows, lambda _: micros)
+
+    def _rows(
+        self, num_rows: int, num_microbatches: Callable[[int], int]
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return rows per rank and microbatch: all stages of a replica see the same rows.
+
+        `num_microbatches` says into how many pieces so many rows are cut.
+        """
         rows = []
         for index in range(self.mesh.dp):
             lo, hi = shard_rows(num_rows, self.mesh.dp, index)
-            bounds = microbatch_bounds(lo, hi, micros)
-            rows.append(tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False)))
+            bounds = microbatch_bounds(lo, hi, num_microbatches(hi - lo))
+            counts = tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+            rows += [counts] * self.mesh.pp
         return tuple(rows)
 
     def train_plan(self, num_rows: int) -> Plan:
@@ -219,6 +248,7 @@ class Setup:
                 algorithm=config.comm.algorithm, recompute=config.memory.recompute,
                 recompute_every=config.memory.recompute_every, zero=config.parallel.zero,
                 prefetch=config.parallel.prefetch, param_dtype=self.policy.compute,
+                pipeline=self.pipeline, reduce_dtype=self.policy.reduce,
             )  # fmt: skip
             check_plan(plan)
             self._plans[key] = plan
@@ -232,20 +262,19 @@ class Setup:
         """Return the checked plan of an evaluation of `num_rows` held-out rows."""
         key = ("eval", num_rows)
         if key not in self._plans:
-            rows = []
             most = -(-num_rows // self.mesh.dp)
-            for index in range(self.mesh.dp):
-                lo, hi = shard_rows(num_rows, self.mesh.dp, index)
+
+            def pieces(mine: int) -> int:
                 # Where every forward gathers parameters, all ranks make equally many.
-                mine = most if self.config.parallel.zero == 3 else hi - lo
-                micros = max(1, -(-mine // self._rows_per_eval()))
-                bounds = microbatch_bounds(lo, hi, micros)
-                rows.append(tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False)))
+                mine = most if self.config.parallel.zero == 3 else mine
+                return max(1, -(-mine // self._rows_per_eval()))
+
             plan = build_eval_plan(
-                mesh=self.mesh, specs=self.specs, rows=tuple(rows),
+                mesh=self.mesh, specs=self.specs, rows=self._rows(num_rows, pieces),
                 dtype=self.policy.wire, algorithm=self.config.comm.algorithm,
                 buckets=self.full_plan().buckets, zero=self.config.parallel.zero,
                 prefetch=self.config.parallel.prefetch, param_dtype=self.policy.compute,
+                pipeline=self.pipeline,
             )  # fmt: skip
             check_plan(plan)
             self._plans[key] = plan
@@ -262,13 +291,17 @@ class Setup:
     def forecast(self, plan: Plan, rank: int, data_bytes: int) -> MemoryForecast:
         """Return the predicted bytes of a rank while it runs `plan`."""
         optimizer = self.config.optimizer
+        blocks = plan.rank_blocks(rank)
+        kept = {"inputs": plan.blocks[0] in blocks, "targets": plan.blocks[-1] in blocks}
+        itemsize = self.policy.compute_dtype.itemsize
         return predict_memory(
             plan, rank, partial(self.specs, kind=plan.kind), itemsizes=self.itemsizes,
             optimizer_arrays=num_optimizer_arrays(optimizer.kind, optimizer.momentum),
             scratch_bytes=SCRATCH_BYTES + self.model.tables_bytes(self.policy.compute_dtype),
-            batch_bytes=lambda rows, length: held_batch_bytes(self.config, rows, length),
+            batch_bytes=lambda rows, length: held_batch_bytes(self.config, rows, length, **kept),
             data_bytes=data_bytes + sampling_bytes(sum(plan.rows[rank])),
-            working=engine_working(self.config, self.policy, self._conditions("train")),
+            working=engine_working(self.config, self.policy, self._conditions("train"), **kept),
+            residual_bytes=sum(itemsize * math.prod(s) for s in self.residuals(rank).values()),
         )  # fmt: skip
 
 

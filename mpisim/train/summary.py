@@ -76,7 +76,8 @@ def collect_totals(
     -------
     totals : list of dict
     params : dict of str to ndarray
-        All parameters on rank 0; elsewhere what the rank holds whole.
+        All parameters of its stage on the first rank of axis dp; elsewhere what the rank holds
+        whole.
     """
     # First: gathering what is sharded is no traffic of a step.
     mine = _rank_totals(state)
@@ -88,8 +89,9 @@ def collect_totals(
 
 def _gather_params(state: EngineState) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Return parameters as they are updated, and digests that are equal on equal replicas."""
+    tied = _tied_digests(state)
     if state.zero == 0:
-        return state.master, {"params_sha256": digest(state.master)}
+        return state.master, {"params_sha256": digest(state.master), **tied}
     digests, working_digests, params = {}, {}, {}
     for store in state.stores:
         # A bucket at a time: no rank but the one that writes them ever holds all.
@@ -98,11 +100,25 @@ def _gather_params(state: EngineState) -> tuple[dict[str, np.ndarray], dict[str,
         if state.zero < 3:
             working = store.views(store.working)
             working_digests |= {name: array_digest(array) for name, array in working.items()}
-        if state.rank == 0:
+        if state.dp.index == 0:
             params |= views
+        if store.bucket.twin >= 0:
+            tied["tied_sha256"] = joint_digest({name: digests[name] for name in views})
     return params, {
+        **tied,
         "params_sha256": joint_digest(digests), "working_sha256": joint_digest(working_digests),
     }  # fmt: skip
+
+
+def _tied_digests(state: EngineState) -> dict[str, str]:
+    """Return the digest of the table that another stage holds, too, if there is one."""
+    digests = {
+        name: array_digest(state.master[name])
+        for store in state.stores
+        if store.bucket.twin >= 0 and state.zero == 0
+        for name in store.offsets
+    }
+    return {"tied_sha256": joint_digest(digests)} if digests else {}
 
 
 def write_summary(
@@ -174,18 +190,29 @@ def write_summary(
 
 
 def assert_replicas_equal(totals: list[dict[str, Any]]) -> None:
-    """Compare the digests of all replicas' parameters.
+    """Compare the digests of all replicas' parameters, stage by stage, and of a tied table's ends.
 
     Raises
     ------
     PlanError
-        Two replicas differ in some bit.
+        Two replicas, or two ends, differ in some bit.
     """
-    digests = {(entry["params_sha256"], entry.get("working_sha256")) for entry in totals}
-    if len(digests) > 1:
+    by_stage: dict[int, set[tuple]] = {}
+    for entry in totals:
+        digests = by_stage.setdefault(entry["stage"], set())
+        digests.add((entry["params_sha256"], entry.get("working_sha256")))
+    for stage, digests in by_stage.items():
+        if len(digests) > 1:
+            of = f" of stage {stage}" if len(by_stage) > 1 else ""
+            raise PlanError(
+                f"replicas{of} must hold the same bits; got {len(digests)} different sets of "
+                f"parameters. Report this: a collective or an update is wrong."
+            )
+    ends = {entry["tied_sha256"] for entry in totals if "tied_sha256" in entry}
+    if len(ends) > 1:
         raise PlanError(
-            f"replicas must hold the same bits; got {len(digests)} different sets of parameters. "
-            f"Report this: a collective or an update is wrong."
+            f"both ends of a tied table must hold the same bits; got {len(ends)} different "
+            f"tables. Report this: an exchange or an update is wrong."
         )
 
 
@@ -198,7 +225,7 @@ def _rank_totals(state: EngineState) -> dict[str, Any]:
     """Return what this rank sent, waited for and held over the whole run."""
     sent_to: dict[int, int] = {}
     traffic: dict[str, Traffic] = {}
-    for communicator in (state.dp, state.control):
+    for communicator in state.communicators:
         for collective, moved in communicator.traffic().items():
             traffic[f"{communicator.axis} {collective}"] = moved
         for peer, nbytes in communicator.bytes_sent_to().items():
@@ -206,6 +233,7 @@ def _rank_totals(state: EngineState) -> dict[str, Any]:
     ledger = state.ledger
     return {
         "rank": state.rank,
+        "stage": state.mesh.coordinate(state.rank)["pp"],
         "host": host_name(),
         "traffic": {
             name: {field: getattr(moved, field) for field in TRAFFIC_FIELDS}

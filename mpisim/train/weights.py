@@ -21,8 +21,8 @@ WEIGHTS_FILE = "weights.safetensors"
 """Name of the file in the run directory."""
 
 # One key, because the library writes several in random order: the same run, the same bytes.
-_METADATA_KEY = "mpisim"
-_DTYPES = {"F32": "float32", "F64": "float64"}
+METADATA_KEY = "mpisim"
+DTYPES = {"F32": "float32", "F64": "float64"}
 _MOST_NAMED = 3
 
 
@@ -58,7 +58,7 @@ def save_weights(
     # In row order: the library writes the memory of an array as it lies.
     arrays = {name: np.asarray(array, order="C") for name, array in params.items()}
     for name, array in arrays.items():
-        if array.dtype.name not in _DTYPES.values() or not array.dtype.isnative:
+        if array.dtype.name not in DTYPES.values() or not array.dtype.isnative:
             raise ValueError(
                 f"weights must be float32 or float64; got {array.dtype} for {name}. Save the "
                 f"master weights."
@@ -66,7 +66,7 @@ def save_weights(
     if not all(isinstance(text, str) for item in metadata.items() for text in item):
         raise ValueError(f"metadata must be texts by name; got {metadata!r}. Convert the values.")
     # Written here, not by the library, which tells no write error of the last piece.
-    data = save(arrays, {_METADATA_KEY: json.dumps(metadata, sort_keys=True)})
+    data = save(arrays, {METADATA_KEY: json.dumps(metadata, sort_keys=True)})
     part = path.with_name(path.name + ".part")
     try:
         with open(part, "wb") as file:
@@ -79,10 +79,7 @@ def save_weights(
             part.unlink(missing_ok=True)
         except OSError:
             pass  # the first error says more
-        raise CheckpointError(
-            f"{path.name} must be writable; got {error.strerror or error} for {path}. Make room "
-            f"or choose another run.dir."
-        ) from None
+        raise not_writable(path, error) from None
 
 
 def load_weights(
@@ -128,25 +125,26 @@ def load_weights(
             shapes = {name: tuple(part.get_shape()) for name, part in found.items()}
             dtypes = {name: part.get_dtype() for name, part in found.items()}
             if specs is not None:
-                _compare_names(path, shapes, {spec.name: spec.shape for spec in specs})
-            _compare_dtypes(path, dtypes, None if dtype is None else np.dtype(dtype).name)
-            metadata = _parse_metadata(path, (file.metadata() or {}).get(_METADATA_KEY, "{}"))
+                compare_names(path, shapes, {spec.name: spec.shape for spec in specs})
+            compare_dtypes(path, dtypes, None if dtype is None else np.dtype(dtype).name)
+            metadata = parse_metadata(path, (file.metadata() or {}).get(METADATA_KEY, "{}"))
             names = sorted(found) if specs is None else [spec.name for spec in specs]
             return {name: np.array(file.get_tensor(name)) for name in names}, metadata
     except SafetensorError as error:
-        raise _damaged(path, str(error)) from None
+        raise damaged(path, str(error)) from None
     except OSError as error:
         raise CheckpointError(
             f"{path} must be readable; got {error.strerror or error}. Check its permissions."
         ) from None
 
 
-def _compare_names(
+def compare_names(
     path: Path, shapes: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]
 ) -> None:
+    """Refuse other names or shapes than the model's."""
     missing, extra = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
     if missing or extra:
-        parts = [f"no {_listed(missing)}"] * bool(missing) + [_listed(extra)] * bool(extra)
+        parts = [f"no {listed(missing)}"] * bool(missing) + [listed(extra)] * bool(extra)
         raise CheckpointError(
             f"{path.name} must hold the {len(wanted)} parameters of the run's model; got "
             f"{' but '.join(parts)} in {path}. Use the weights that the run itself wrote."
@@ -159,9 +157,10 @@ def _compare_names(
             )
 
 
-def _compare_dtypes(path: Path, dtypes: dict[str, str], wanted: str | None) -> None:
+def compare_dtypes(path: Path, dtypes: dict[str, str], wanted: str | None) -> None:
+    """Refuse dtype codes that are not those of `wanted`, or of any weights."""
     for name, code in dtypes.items():
-        dtype = _DTYPES.get(code)
+        dtype = DTYPES.get(code)
         if dtype is None or (wanted is not None and dtype != wanted):
             raise CheckpointError(
                 f"{name} must be {wanted or 'float32 or float64'}; got {dtype or code} in {path}. "
@@ -169,25 +168,36 @@ def _compare_dtypes(path: Path, dtypes: dict[str, str], wanted: str | None) -> N
             )
 
 
-def _parse_metadata(path: Path, text: str) -> dict[str, str]:
+def parse_metadata(path: Path, text: str) -> dict[str, str]:
+    """Return the facts that a file's text of metadata holds."""
     try:
         metadata = json.loads(text)
     except (ValueError, RecursionError):
         metadata = None
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise _damaged(path, "metadata that are no texts by name")
+        raise damaged(path, "metadata that are no texts by name")
     return metadata
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """Return the first few names as words."""
     shown = ", ".join(names[:_MOST_NAMED])
     rest = len(names) - _MOST_NAMED
     return f"{shown} and {rest} more" if rest > 0 else shown
 
 
-def _damaged(path: Path, problem: str) -> CheckpointError:
+def damaged(path: Path, problem: object) -> CheckpointError:
+    """Return the error of a file, or of a manifest, that cannot be what was written."""
     # On one line, and without what could act on a terminal: parts of it come from the file.
-    shown = "".join(c if c.isprintable() else "?" for c in " ".join(problem.split()))[:200]
+    shown = "".join(c if c.isprintable() else "?" for c in " ".join(str(problem).split()))[:200]
+    is_manifest = path.suffix == ".json"
+    kind = "the list of one model's stage files" if is_manifest else "a whole safetensors file"
+    return CheckpointError(f"{path.name} must be {kind}; got {path}: {shown}. Run the job again.")
+
+
+def not_writable(path: Path, error: OSError) -> CheckpointError:
+    """Return the error of a file that the system does not let be written."""
     return CheckpointError(
-        f"{path.name} must be a whole safetensors file; got {path}: {shown}. Run the job again."
+        f"{path.name} must be writable; got {error.strerror or error} for {path}. Make room or "
+        f"choose another run.dir."
     )

@@ -26,7 +26,7 @@ from mpisim.mesh import Mesh
 from mpisim.nn.decoder import build_decoder
 from mpisim.nn.models import Model, build_mlp
 from mpisim.nn.precision import Policy
-from mpisim.plan.build import Plan, build_train_plan
+from mpisim.plan.build import Pipeline, Plan, build_train_plan
 from mpisim.plan.check import check_plan
 from mpisim.plan.ops import Backward, Op
 from mpisim.trace.recorder import Recorder
@@ -114,6 +114,8 @@ class Outcome:
     targets: list[int] = field(default_factory=list)
     grads: list[dict[str, np.ndarray]] = field(default_factory=list)
     """Per committed step, before clipping."""
+    rank_grads: list[list[dict[str, np.ndarray]]] = field(default_factory=list)
+    """The same of every rank: those of its stage."""
     states: list[EngineState] = field(default_factory=list)
     done: list[list[StepState]] = field(default_factory=list)
     """Per rank and step."""
@@ -195,29 +197,51 @@ def make_plans(
     every: int = 1,
     zero: int = 0,
     prefetch: bool = False,
+    pp: int = 1,
+    schedule: str = "1f1b",
+    chunks: int = 1,
+    codecs: tuple[str, str] = ("none", "none"),
 ) -> list[Plan]:
-    """Return the checked plan of every step; those of one shape are the same object."""
+    """Return the checked plan of every step; those of one shape are the same object.
+
+    With `pp` stages ``steps[step][rank]`` are the rows of replica `rank`.
+    """
+    pipeline = make_pipeline(model, pp, schedule, chunks, codecs)
     known: dict[tuple, Plan] = {}
     plans = []
     for parts in steps:
-        rows = tuple(tuple(len(batch[0]) for batch in micros) for micros in parts)
+        every_rank = [micros for micros in parts for _ in range(pp)]
+        rows = tuple(tuple(len(batch[0]) for batch in micros) for micros in every_rank)
         lengths = ()
         if model.has_token_targets:
-            lengths = tuple(tuple(batch[0].shape[1] for batch in micros) for micros in parts)
+            lengths = tuple(tuple(batch[0].shape[1] for batch in micros) for micros in every_rank)
             if set(sum(lengths, ())) == {model.input_width}:
                 lengths = ()
         if (rows, lengths) not in known:
             known[rows, lengths] = build_train_plan(
-                mesh=Mesh(dp=len(parts)),
+                mesh=Mesh(dp=len(parts), pp=pp),
                 specs=lambda rows, length: model.spec(rows, policy.compute_dtype, length),
                 rows=rows, lengths=lengths, dtype=policy.wire,
                 itemsize=policy.reduce_dtype.itemsize, bucket_bytes=bucket_bytes,
                 overlap=overlap, algorithm=algorithm, recompute=recompute, recompute_every=every,
-                zero=zero, prefetch=prefetch, param_dtype=policy.compute,
+                zero=zero, prefetch=prefetch, param_dtype=policy.compute, pipeline=pipeline,
+                reduce_dtype=policy.reduce,
             )  # fmt: skip
             check_plan(known[rows, lengths])
         plans.append(known[rows, lengths])
     return plans
+
+
+def make_pipeline(
+    model: Model, pp: int, schedule: str, chunks: int, codecs: tuple[str, str]
+) -> Pipeline:
+    """Return stages of equally many blocks, or nearly: the first ones get more."""
+    names = [block.name for block in model.blocks]
+    if pp == 1:
+        return Pipeline((), schedule)
+    bounds = microbatch_bounds(0, len(names), pp * chunks)
+    stages = tuple(tuple(names[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+    return Pipeline(stages, schedule, *codecs)
 
 
 def num_targets(parts: Sequence[Rows]) -> int:
@@ -243,6 +267,7 @@ def make_state(
         buckets=plan.buckets, seed=seed, policy=policy, algorithm=plan.algorithm,
         recorder=Recorder(), overlap=overlap, zero=plan.zero,
         loss_scale=None if loss_scale is None else replace(loss_scale),
+        blocks=plan.rank_blocks(transport.rank),
     )  # fmt: skip
     set_weights(state, start or {})
     return state
@@ -278,13 +303,17 @@ def start_engine(
     every: int = 1,
     zero: int = 0,
     prefetch: bool = False,
+    pp: int = 1,
+    schedule: str = "1f1b",
+    chunks: int = 1,
+    codecs: tuple[str, str] = ("none", "none"),
     seed: int = 0,
     synchronous: bool = False,
     loss_scale: LossScale | None = None,
     total_steps: int | None = None,
     prepare: Callable[[EngineState], None] = lambda state: None,
 ) -> tuple[LocalJob, Outcome]:
-    """Train on ``steps[step][rank][micro]``, one thread per rank.
+    """Train on ``steps[step][replica][micro]``, one thread per rank.
 
     Parameters
     ----------
@@ -297,16 +326,18 @@ def start_engine(
     prepare : callable
         Called on every rank's state before the first step.
     """
-    dp = len(steps[0])
+    size = len(steps[0]) * pp
     if policy is None:
         dtype = steps[0][0][0][0].dtype
         policy = Policy(*[dtype.name] * 4) if model.input_kind == "features" else FLOAT64
     plans = make_plans(
         model, steps, policy=policy, bucket_bytes=bucket_bytes, overlap=overlap,
         algorithm=algorithm, recompute=recompute, every=every, zero=zero, prefetch=prefetch,
+        pp=pp, schedule=schedule, chunks=chunks, codecs=codecs,
     )  # fmt: skip
-    outcome = Outcome(states=[None] * dp, done=[[] for _ in range(dp)])
-    gathered: list[dict[str, np.ndarray]] = [{} for _ in range(dp)]
+    outcome = Outcome(states=[None] * size, done=[[] for _ in range(size)])
+    outcome.rank_grads = [[] for _ in range(size)]
+    gathered: list[dict[str, np.ndarray]] = [{} for _ in range(size)]
 
     def body(transport):
         state = make_state(
@@ -319,7 +350,7 @@ def start_engine(
         grads = []
         state.observe_gradients = grads.append
         for number, (plan, parts) in enumerate(zip(plans, steps, strict=True)):
-            mine = parts[transport.rank]
+            mine = parts[transport.rank // pp]
             done = engine.train_step(plan, number, copies(mine), num_targets(mine))
             outcome.done[transport.rank].append(done)
             if transport.rank == 0:
@@ -327,11 +358,12 @@ def start_engine(
                 outcome.norms.append(done.grad_norm)
                 outcome.targets.append(done.global_targets)
                 outcome.grads += grads
+            outcome.rank_grads[transport.rank] += grads
             grads.clear()
         for store in state.stores:
             gathered[transport.rank] |= store.views(store.gather_master())
 
-    job = run_threads(body, dp, timeout_s=20.0, synchronous=synchronous)
+    job = run_threads(body, size, timeout_s=20.0, synchronous=synchronous)
     outcome.gathered = gathered
     return job, outcome
 

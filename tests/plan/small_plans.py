@@ -13,7 +13,7 @@ from mpisim.errors import PlanError
 from mpisim.mesh import Mesh
 from mpisim.nn.decoder import build_decoder
 from mpisim.nn.models import build_mlp
-from mpisim.plan.build import BlockSpecs, Plan, build_eval_plan, build_train_plan
+from mpisim.plan.build import BlockSpecs, Pipeline, Plan, build_eval_plan, build_train_plan
 from mpisim.plan.check import check_plan
 from mpisim.plan.ops import ALL_MICROS, Op, StartSync, WaitSync
 
@@ -86,6 +86,62 @@ def eval_plan(
         buckets=train_plan(rows, specs=specs, zero=zero).buckets if zero else (), zero=zero,
         prefetch=prefetch, param_dtype="float64",
     )  # fmt: skip
+
+
+def small_decoder(num_blocks: int, tied: bool):
+    """Return a decoder of embed, `num_blocks` blocks and head."""
+    return build_decoder(
+        vocab_size=5, d_model=2, num_blocks=num_blocks, num_heads=1, num_kv_heads=1, d_ff=3,
+        tied=tied, max_len=4, dropout=0.0,
+    )  # fmt: skip
+
+
+def cut(names: Iterable[str], parts: int) -> tuple[tuple[str, ...], ...]:
+    """Cut a list into neighbours; the first ones get one more if it does not divide."""
+    names = tuple(names)
+    ends = [-(-len(names) * part // parts) for part in range(parts + 1)]
+    return tuple(names[lo:hi] for lo, hi in zip(ends, ends[1:], strict=False))
+
+
+def pipeline_plan(
+    pp: int,
+    micros: int,
+    schedule: str,
+    *,
+    dp: int = 1,
+    chunks: int | None = None,
+    num_blocks: int | None = None,
+    tied: bool = True,
+    kind: str = "train",
+    rows: Iterable[Iterable[int]] | None = None,
+    zero: int = 0,
+    prefetch: bool = False,
+    codecs: tuple[str, str] = ("none", "none"),
+    **options,
+) -> Plan:
+    """Return a plan of a small decoder in stages; interleaved has two chunks a rank by default."""
+    chunks = chunks or (2 if schedule == "interleaved" else 1)
+    model = small_decoder(num_blocks or max(pp * chunks - 2, 1), tied)
+
+    def specs(rows, length=None):
+        return model.spec(rows, np.dtype("float64"), length)
+
+    rows = tuple(map(tuple, rows)) if rows else ((2,) * micros,) * (dp * pp)
+    stages = cut((block.name for block in specs(1)), pp * chunks)
+    common = {
+        "mesh": Mesh(dp=dp, pp=pp), "specs": specs, "rows": rows, "dtype": "float64",
+        "algorithm": "auto", "zero": zero, "prefetch": prefetch, "param_dtype": "float64",
+        "pipeline": Pipeline(stages, schedule, *codecs),
+    }  # fmt: skip
+    train = build_train_plan(
+        **common,
+        itemsize=8,
+        bucket_bytes=1,
+        **{"overlap": True, "reduce_dtype": "float64"} | options,
+    )
+    if kind == "train":
+        return train
+    return build_eval_plan(**common, buckets=train.buckets)
 
 
 def start_sync(bucket: int, count: int) -> StartSync:

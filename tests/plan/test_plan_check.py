@@ -226,9 +226,19 @@ def test_a_missing_last_backward_leaves_activations():
 
     refused(
         edited(PLAN, edit),
-        r"nothing behind; got loaded microbatches \[1\] and saved activations "
-        r"\[\('block0', 1\)\] and activation gradients \[\('block1', 1\)\] on rank 0",
+        r"nothing behind; got saved activations \[\('block0', 1\)\] and activation gradients "
+        r"\[\('block1', 1\)\] on rank 0",
     )
+
+
+def test_a_microbatch_that_is_loaded_and_never_read_is_left_behind():
+    """The sum is left out, too, so that only the leftover is at fault."""
+
+    def edit(ops):
+        ops[:] = [op for op in ops if isinstance(op, LoadBatch) or getattr(op, "micro", 1) != 1]
+
+    rule = r"nothing behind; got loaded microbatches \[1\] on rank 0"
+    refused(edited(eval_plan([[2, 2], [2, 2]]), edit), rule, op="LoadBatch micro=1")
 
 
 def test_a_microbatch_that_is_never_run_is_refused():
@@ -288,7 +298,7 @@ def test_a_sum_of_an_unknown_kind_is_refused():
 
 def test_an_op_of_a_schedule_is_refused():
     plan = edited(PLAN, lambda ops: ops.insert(1, BackwardStage(0)))
-    refused(plan, "BackwardStage must be replaced by a pass", op="BackwardStage micro=0")
+    refused(plan, "BackwardStage must be replaced by a pass", op="BackwardStage micro=0 chunk=0")
 
 
 # --- the update ------------------------------------------------------------------------------

@@ -14,7 +14,11 @@ from mpisim.plan.ops import (
     OP_TYPES,
     WAIT_AXIS,
     Backward,
+    BackwardInput,
+    BackwardInputStage,
     BackwardStage,
+    BackwardWeight,
+    BackwardWeightStage,
     CheckGradients,
     Forward,
     ForwardStage,
@@ -27,7 +31,7 @@ from mpisim.plan.ops import (
     WaitSync,
 )
 from mpisim.plan.partition import make_buckets
-from mpisim.plan.passes import expand_blocks, frame_update, sync_gradients
+from mpisim.plan.passes import expand_blocks, frame_update, load_batches, sync_gradients
 from mpisim.plan.schedules import accumulate
 
 
@@ -57,10 +61,34 @@ def test_accumulation_has_one_microbatch_alive_at_a_time():
 
 
 def test_stage_ops_become_block_ops_backward_in_reverse():
-    ops = list(expand_blocks([ForwardStage(1), OptimizerStep(), BackwardStage(1)], ["a", "b"]))
+    ops = list(expand_blocks([ForwardStage(1), OptimizerStep(), BackwardStage(1)], [["a", "b"]]))
     assert ops == [
-        LoadBatch(1), Forward("a", 1), Forward("b", 1), OptimizerStep(), Backward("b", 1),
-        Backward("a", 1),
+        Forward("a", 1), Forward("b", 1), OptimizerStep(), Backward("b", 1), Backward("a", 1),
+    ]  # fmt: skip
+
+
+def test_a_chunk_becomes_its_own_blocks():
+    ops = [ForwardStage(0, 1), ForwardStage(0), BackwardStage(0, 1), BackwardStage(0)]
+    assert list(expand_blocks(ops, [["a", "b"], ["c"]])) == [
+        Forward("c", 0), Forward("a", 0), Forward("b", 0), Backward("c", 0), Backward("b", 0),
+        Backward("a", 0),
+    ]  # fmt: skip
+
+
+def test_both_halves_of_a_backward_start_at_the_last_block():
+    """Weight gradients are freed in the order in which they were left."""
+    ops = [BackwardInputStage(1), ForwardStage(2), BackwardWeightStage(1)]
+    assert list(expand_blocks(ops, [["a", "b"]])) == [
+        BackwardInput("b", 1), BackwardInput("a", 1), Forward("a", 2), Forward("b", 2),
+        BackwardWeight("b", 1), BackwardWeight("a", 1),
+    ]  # fmt: skip
+
+
+def test_a_microbatch_is_loaded_once_right_before_its_first_forward():
+    ops = [ForwardStage(1), ForwardStage(0), BackwardStage(1), ForwardStage(1, 1), BackwardStage(0)]
+    assert load_batches(ops) == [
+        LoadBatch(1), ForwardStage(1), LoadBatch(0), ForwardStage(0), BackwardStage(1),
+        ForwardStage(1, 1), BackwardStage(0),
     ]  # fmt: skip
 
 
@@ -165,7 +193,7 @@ def test_every_parameter_is_in_exactly_one_bucket_in_backward_order(sizes, bucke
 
 def synced(num_microbatches, bucket_bytes, overlap):
     buckets = make_buckets(specs(1), 8, bucket_bytes)
-    ops = expand_blocks(accumulate(num_microbatches), list(SIZES))
+    ops = expand_blocks(load_batches(accumulate(num_microbatches)), [list(SIZES)])
     return buckets, sync_gradients(ops, buckets, overlap)
 
 
@@ -180,7 +208,7 @@ def test_one_reduction_per_bucket_and_step(bucket_bytes, micros, overlap):
     assert starts == [start_sync(bucket.index, bucket.count) for bucket in buckets]
     assert waits == [wait_sync(bucket.index) for bucket in buckets]
     compute = [op for op in ops if not isinstance(op, (StartSync, WaitSync))]
-    assert compute == list(expand_blocks(accumulate(micros), list(SIZES)))
+    assert compute == list(expand_blocks(load_batches(accumulate(micros)), [list(SIZES)]))
 
 
 @pytest.mark.parametrize("micros", [1, 3])
@@ -201,7 +229,7 @@ def test_without_overlap_nothing_starts_before_the_last_backward():
 
 
 def test_a_model_without_gradients_is_not_synchronized():
-    ops = list(expand_blocks(accumulate(1), ["a"]))
+    ops = list(expand_blocks(accumulate(1), [["a"]]))
     for overlap in (True, False):
         assert sync_gradients(ops, (), overlap) == ops
 
@@ -289,4 +317,5 @@ def test_every_op_says_how_it_is_read():
 def test_every_op_that_runs_has_a_handler():
     from mpisim.engine.handlers import HANDLERS
 
-    assert set(HANDLERS) == set(OP_TYPES.values()) - {ForwardStage, BackwardStage}
+    schedule = {ForwardStage, BackwardStage, BackwardInputStage, BackwardWeightStage}
+    assert set(HANDLERS) == set(OP_TYPES.values()) - schedule

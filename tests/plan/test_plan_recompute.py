@@ -22,8 +22,21 @@ from mpisim.errors import PlanError
 from mpisim.layouts.specs import BlockSpec, LayerSpec
 from mpisim.plan.build import recomputable
 from mpisim.plan.check import check_plan
-from mpisim.plan.ops import KEEPS, Backward, Forward, LoadBatch, OptimizerStep, Recompute
-from mpisim.plan.passes import expand_blocks, insert_recompute, replay_ends
+from mpisim.plan.ops import (
+    KEEPS,
+    Backward,
+    BackwardInput,
+    BackwardInputStage,
+    BackwardStage,
+    BackwardWeight,
+    BackwardWeightStage,
+    Forward,
+    ForwardStage,
+    LoadBatch,
+    OptimizerStep,
+    Recompute,
+)
+from mpisim.plan.passes import expand_blocks, insert_recompute, load_batches, replay_ends
 from mpisim.plan.schedules import accumulate
 from mpisim.plan.text import op_text
 
@@ -32,7 +45,7 @@ BLOCKS = NAMES[:-1]
 
 
 def expanded(micros=1):
-    return list(expand_blocks(accumulate(micros), NAMES))
+    return list(expand_blocks(load_batches(accumulate(micros)), [NAMES]))
 
 
 def keeps_of(ops):
@@ -43,11 +56,11 @@ def keeps_of(ops):
 
 
 def test_without_recompute_the_ops_stay():
-    assert insert_recompute(expanded(2), BLOCKS, "none", 3) == expanded(2)
+    assert insert_recompute(expanded(2), [BLOCKS], "none", 3) == expanded(2)
 
 
 def test_selective_replays_the_interiors_of_a_block_right_before_its_backward():
-    assert insert_recompute(expanded(), ("b", "c"), "selective") == [
+    assert insert_recompute(expanded(), [("b", "c")], "selective") == [
         LoadBatch(0),
         Forward("a", 0), Forward("b", 0, "selective"), Forward("c", 0, "selective"),
         Forward("d", 0), Forward("head", 0),
@@ -59,7 +72,7 @@ def test_selective_replays_the_interiors_of_a_block_right_before_its_backward():
 
 def test_full_keeps_the_input_of_every_block_in_every_microbatch():
     """A golden of two microbatches: nothing of one microbatch waits for the other."""
-    ops = insert_recompute(expanded(2), BLOCKS, "full")
+    ops = insert_recompute(expanded(2), [BLOCKS], "full")
     assert ops == [
         op
         for micro in range(2)
@@ -78,7 +91,7 @@ def test_full_keeps_the_input_of_every_block_in_every_microbatch():
 
 def test_every_two_blocks_share_the_kept_input_of_the_first():
     """A golden of three blocks in segments of two: the last segment is short."""
-    assert insert_recompute(expanded(), ("b", "c", "d"), "full", 2) == [
+    assert insert_recompute(expanded(), [("b", "c", "d")], "full", 2) == [
         LoadBatch(0),
         Forward("a", 0), Forward("b", 0, "input"), Forward("c", 0, "nothing"),
         Forward("d", 0, "input"), Forward("head", 0),
@@ -91,7 +104,7 @@ def test_every_two_blocks_share_the_kept_input_of_the_first():
 
 @pytest.mark.parametrize("every", [4, 5, 100])
 def test_one_segment_of_all_blocks(every):
-    ops = insert_recompute(expanded(), BLOCKS, "full", every)
+    ops = insert_recompute(expanded(), [BLOCKS], "full", every)
     assert [keeps_of(ops)[name, 0] for name in NAMES] == ["input", *["nothing"] * 3, "all"]
     place = ops.index(Backward("d", 0))
     assert ops[place - 4 : place] == [Recompute(name, 0) for name in BLOCKS]
@@ -110,7 +123,7 @@ def test_every_chosen_block_is_replayed_once_per_microbatch_and_nothing_else_mov
 ):
     """B5: n recomputed blocks cost n extra forwards per microbatch, whatever the segments."""
     chosen = BLOCKS[first:]
-    ops = insert_recompute(expanded(micros), chosen, mode, every)
+    ops = insert_recompute(expanded(micros), [chosen], mode, every)
     replays = [(op.block, op.micro) for op in ops if isinstance(op, Recompute)]
     assert sorted(replays) == sorted((name, m) for name in chosen for m in range(micros))
     plain = [
@@ -158,17 +171,48 @@ def test_selective_replays_nothing_of_a_model_without_attention():
 
 def test_the_output_of_every_segment_is_compared_and_no_other():
     """B4: the block after a segment keeps its input, which is the segment's first output."""
-    ops = insert_recompute(expanded(2), ("b", "c", "d"), "full", 2)
-    assert replay_ends(ops, NAMES) == {("c", 0), ("d", 0), ("c", 1), ("d", 1)}
-    ops = insert_recompute(expanded(), BLOCKS, "full")
-    assert replay_ends(ops, NAMES) == {(name, 0) for name in BLOCKS}
-    ops = insert_recompute(expanded(), BLOCKS, "full", 9)
-    assert replay_ends(ops, NAMES) == {("d", 0)}
+    ops = insert_recompute(expanded(2), [("b", "c", "d")], "full", 2)
+    assert replay_ends(ops, NAMES) == {
+        ("c", 0): True, ("d", 0): True, ("c", 1): True, ("d", 1): True,
+    }  # fmt: skip
+    ops = insert_recompute(expanded(), [BLOCKS], "full")
+    assert replay_ends(ops, NAMES) == {(name, 0): True for name in BLOCKS}
+    ops = insert_recompute(expanded(), [BLOCKS], "full", 9)
+    assert replay_ends(ops, NAMES) == {("d", 0): True}
+
+
+def test_the_output_that_leaves_a_stage_is_compared_by_its_checksum():
+    """Behind a send nobody holds the first output, whatever chunk of the rank follows."""
+    chunks = [("a", "b"), ("d", "head")]
+    ops = [ForwardStage(0), ForwardStage(0, 1), BackwardStage(0, 1), BackwardStage(0)]
+    ops = insert_recompute(expand_blocks(ops, chunks), [("a", "b"), ("d",)], "full", 2)
+    assert list(keeps_of(ops).values()) == ["input", "nothing", "input", "all"]
+    assert replay_ends(ops, NAMES) == {("b", 0): False, ("d", 0): True}
+
+
+def test_a_segment_ends_with_its_chunk():
+    chunks = [("a", "b", "c"), ("d",)]
+    ops = [ForwardStage(0), ForwardStage(0, 1), BackwardStage(0, 1), BackwardStage(0)]
+    assert insert_recompute(expand_blocks(ops, chunks), chunks, "full", 2) == [
+        Forward("a", 0, "input"), Forward("b", 0, "nothing"), Forward("c", 0, "input"),
+        Forward("d", 0, "input"), Recompute("d", 0), Backward("d", 0), Recompute("c", 0),
+        Backward("c", 0), Recompute("a", 0), Recompute("b", 0), Backward("b", 0), Backward("a", 0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_a_split_backward_is_replayed_before_its_input_half(mode):
+    ops = [ForwardStage(0), BackwardInputStage(0), BackwardWeightStage(0)]
+    ops = insert_recompute(expand_blocks(ops, [("a", "b")]), [("a", "b")], mode)
+    assert ops[2:] == [
+        Recompute("b", 0), BackwardInput("b", 0), Recompute("a", 0), BackwardInput("a", 0),
+        BackwardWeight("b", 0), BackwardWeight("a", 0),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["none", "selective"])
 def test_interiors_are_compared_by_their_layers(mode):
-    assert replay_ends(insert_recompute(expanded(), BLOCKS, mode), NAMES) == set()
+    assert replay_ends(insert_recompute(expanded(), [BLOCKS], mode), NAMES) == {}
 
 
 # --- whole plans -----------------------------------------------------------------------------

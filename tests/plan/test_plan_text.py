@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_plans import decoder_specs, deep_specs, eval_plan, train_plan
+from small_plans import decoder_specs, deep_specs, eval_plan, pipeline_plan, train_plan
 
 from mpisim.errors import PlanError
 from mpisim.layouts.specs import ParamSpec
@@ -20,18 +20,31 @@ from mpisim.layouts.steps import ALGORITHMS
 from mpisim.mesh import Mesh
 from mpisim.plan.build import Plan
 from mpisim.plan.ops import (
+    OP_TYPES,
     Backward,
+    BackwardInput,
+    BackwardInputStage,
+    BackwardStage,
+    BackwardWeight,
+    BackwardWeightStage,
     CheckGradients,
+    ExchangeTied,
     Forward,
+    ForwardStage,
     GatherMetrics,
     GatherParams,
     LoadBatch,
     OptimizerStep,
     Recompute,
+    RecvActivation,
+    RecvGrad,
     ReduceScalars,
     Reshard,
+    SendActivation,
+    SendGrad,
     StartSync,
     StartUnshard,
+    WaitSend,
     WaitSync,
     WaitUnshard,
 )
@@ -73,6 +86,15 @@ PLANS = {
         [[2], [2]], zero=3, recompute="full", prefetch=True, specs=decoder_specs
     ),
     "zero_3_evaluation": lambda: eval_plan([[2, 2], [1, 0]], zero=3, prefetch=True),
+    "pipeline_naive": lambda: pipeline_plan(2, 3, "naive"),
+    "pipeline_gpipe": lambda: pipeline_plan(2, 3, "gpipe"),
+    "pipeline_1f1b": lambda: pipeline_plan(3, 3, "1f1b", tied=False),
+    "pipeline_interleaved": lambda: pipeline_plan(2, 3, "interleaved"),
+    "pipeline_zb-h1": lambda: pipeline_plan(3, 3, "zb-h1"),
+    "pipeline_zero_3_recompute": lambda: pipeline_plan(
+        2, 2, "1f1b", dp=2, zero=3, recompute="full", codecs=("fp16", "int8")
+    ),
+    "pipeline_evaluation": lambda: pipeline_plan(2, 2, "interleaved", kind="eval"),
 }
 
 
@@ -95,12 +117,25 @@ def test_a_plan_is_read_back_equal(name):
 NAMES = st.text(string.ascii_lowercase + string.digits + "._", min_size=1, max_size=12)
 NUMBERS = st.integers(0, 10**12)
 MICROS = st.integers(-1, 10**6)
+SHAPES = st.lists(st.integers(0, 10**6), max_size=4).map(tuple)
 OPS = st.one_of(
+    *(
+        st.builds(kind, NUMBERS, NUMBERS)
+        for kind in (ForwardStage, BackwardStage, BackwardInputStage, BackwardWeightStage)
+    ),
     st.builds(LoadBatch, NUMBERS),
     st.builds(Forward, NAMES, NUMBERS),
     st.builds(Forward, NAMES, NUMBERS, NAMES),
     st.builds(Recompute, NAMES, NUMBERS),
     st.builds(Backward, NAMES, NUMBERS),
+    st.builds(BackwardInput, NAMES, NUMBERS),
+    st.builds(BackwardWeight, NAMES, NUMBERS),
+    *(
+        st.builds(kind, NUMBERS, NUMBERS, NUMBERS, SHAPES, NAMES)
+        for kind in (SendActivation, RecvActivation, SendGrad, RecvGrad)
+    ),
+    st.builds(WaitSend, NUMBERS, NUMBERS, NUMBERS, NAMES),
+    st.builds(ExchangeTied, NUMBERS, NUMBERS, NUMBERS, NAMES),
     st.builds(StartSync, NUMBERS, MICROS, NUMBERS, NAMES),
     st.builds(WaitSync, NUMBERS, MICROS),
     st.builds(StartUnshard, NUMBERS, NUMBERS),
@@ -139,6 +174,8 @@ def any_plans(draw):
                 index,
                 tuple(draw(st.lists(NAMES, min_size=1, max_size=3))),
                 tuple(draw(st.lists(PARAMS, max_size=3))),
+                draw(st.integers(0, 9)),
+                draw(st.integers(-1, 9)),
             )
             for index in range(draw(st.integers(0, 3)))
         ),
@@ -146,7 +183,15 @@ def any_plans(draw):
         draw(st.sampled_from(((), (), lengths))),
         draw(st.integers(0, 9)),
         draw(NAMES),
+        tuple(map(tuple, draw(st.lists(st.lists(NAMES, min_size=1, max_size=3), max_size=4)))),
     )
+
+
+def test_every_op_that_runs_is_in_a_golden_file():
+    """One that was left out would be written and read by nobody."""
+    found = {type(op) for name in PLANS for ops in PLANS[name]().ranks for op in ops}
+    schedule = {ForwardStage, BackwardStage, BackwardInputStage, BackwardWeightStage}
+    assert found == set(OP_TYPES.values()) - schedule
 
 
 @settings(max_examples=60, deadline=None)
@@ -226,6 +271,40 @@ def test_a_malformed_line_is_named(line, becomes):
     number = number_of(line)
     lines[number - 1] = becomes
     with pytest.raises(PlanError, match=rf"plan line {number} must .*; got .*mpisim plan show"):
+        parse_plan("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "becomes"),
+    [
+        ("stages", "stages"),
+        ("stages", "stages embed,block0  head"),
+        ("stages", "stage embed,block0 head"),
+        ("bucket 2", "bucket 2 twin=0 at=0 blocks=embed embed.tokens.weight:5x2"),
+        ("bucket 2", "bucket 2 at=0 twin=3 blocks=embed embed.tokens.weight:5x2"),
+        ("bucket 2", "bucket 2 twin=-1 blocks=embed embed.tokens.weight:5x2"),
+        ("bucket 2", "bucket 2 twin=three blocks=embed embed.tokens.weight:5x2"),
+        ("bucket 3", "bucket 3 at=one twin=2 blocks=head embed.tokens.weight:5x2"),
+        ("  SendActivation", "  SendActivation boundary=0 micro=0 peer=1 shape=2x4x2"),
+        ("  SendActivation", "  SendActivation boundary=0 micro=0 peer=1 shape=2,4 codec=none"),
+        ("  SendActivation", "  SendActivation boundary=0 micro=0 peer=1 shape=2x4xD codec=none"),
+        ("  WaitSend", "  WaitSend boundary=0 micro=0 peer=1"),
+        ("  ExchangeTied", "  ExchangeTied bucket=2 peer=1 count=10 dtype=float64 shape=5x2"),
+    ],
+)
+def test_a_malformed_line_of_a_pipeline_is_named(line, becomes):
+    lines = lines_of(pipeline_plan(2, 2, "1f1b"))
+    number = next(number for number, found in enumerate(lines, 1) if found.startswith(line))
+    lines[number - 1] = becomes
+    with pytest.raises(PlanError, match=rf"plan line {number} must .*; got .*mpisim plan show"):
+        parse_plan("\n".join(lines) + "\n")
+
+
+def test_stages_are_written_once():
+    lines = lines_of(pipeline_plan(2, 2, "1f1b"))
+    number = next(number for number, found in enumerate(lines, 1) if found.startswith("stages"))
+    lines.insert(number, lines[number - 1])
+    with pytest.raises(PlanError, match=f"plan line {number + 1} must .*one that came before"):
         parse_plan("\n".join(lines) + "\n")
 
 

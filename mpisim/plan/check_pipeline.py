@@ -1,0 +1,328 @@
+"""Rules of a pipeline's ops: messages between stages, split backwards, tied tables.
+
+Messages are checked as if nothing was buffered on the way: a send is complete when the other rank
+has come to its receive. What holds there holds with any library and any message size.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpisim.errors import PlanError
+from mpisim.plan.build import Plan
+from mpisim.plan.ops import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    ExchangeTied,
+    Op,
+    RecvActivation,
+    RecvGrad,
+    SendActivation,
+    SendGrad,
+    WaitSend,
+)
+from mpisim.plan.text import op_text
+from mpisim.plan.walk import RankState, draw_place, require, require_known, require_params
+
+Send = SendActivation | SendGrad
+Recv = RecvActivation | RecvGrad
+
+
+@dataclass
+class _Channel:
+    """Frames from one rank to another over one boundary in one direction, in order."""
+
+    sent: list[tuple[int, Send]] = field(default_factory=list)
+    """(position, op) of each send that was posted."""
+    received: list[tuple[int, Recv]] = field(default_factory=list)
+    finished: int = 0
+    """Sends that were waited for."""
+
+
+class Messages:
+    """All frames of a plan, by (sender, receiver, boundary, kind)."""
+
+    def __init__(self) -> None:
+        self.channels: dict[tuple[int, int, int, str], _Channel] = defaultdict(_Channel)
+
+    def outgoing(self, state: RankState, op: Send | WaitSend) -> _Channel:
+        """Return the channel that an op of the sender is about."""
+        return self.channels[state.rank, op.peer, op.boundary, _kind(op)]
+
+    def incoming(self, state: RankState, op: Recv) -> _Channel:
+        """Return the channel that an op of the receiver is about."""
+        return self.channels[op.peer, state.rank, op.boundary, _kind(op)]
+
+    def require_drained(self, plan: Plan) -> None:
+        """Require that every frame was received.
+
+        Raises
+        ------
+        PlanError
+            A send has no receive.
+        """
+        for (source, dest, boundary, kind), channel in self.channels.items():
+            if len(channel.sent) > len(channel.received):
+                position, _ = channel.sent[len(channel.received)]
+                raise PlanError(
+                    f"every send must have its receive; got none on rank {dest} for the {kind} "
+                    f"over boundary {boundary} that rank {source} sends:\n"
+                    f"{draw_place(plan, {source: position})}\nAdd the receive."
+                )
+
+
+def _kind(op: Op) -> str:
+    if isinstance(op, WaitSend):
+        return op.kind
+    return "activation" if isinstance(op, (SendActivation, RecvActivation)) else "grad"
+
+
+def waits_for_message(state: RankState, states: list[RankState]) -> list[int]:
+    """Return the rank that an op of axis pp waits for, if it does."""
+    op = state.op
+    size = len(states)
+    near = 0 <= op.peer < size and op.peer != state.rank
+    require(state, near, f"the other side must be another rank in 0..{size - 1}")
+    if isinstance(op, ExchangeTied):
+        other = states[op.peer].op
+        meets = isinstance(other, ExchangeTied) and other.peer == state.rank
+        # The first of the two to run has left its mark for the other.
+        return [] if meets or _twin_done(state, states[op.peer], op) else [op.peer]
+    if isinstance(op, WaitSend):
+        waiting = state.frames.get((op.boundary, op.kind), [])
+        require(state, op.micro in waiting, "a frame must be posted before it is waited for")
+        channel = state.messages.outgoing(state, op)
+        turn = channel.finished
+        return [] if len(channel.received) > turn else [op.peer]
+    channel = state.messages.incoming(state, op)
+    return [] if len(channel.sent) > len(channel.received) else [op.peer]
+
+
+def _twin_done(state: RankState, other: RankState, op: ExchangeTied) -> bool:
+    buckets = state.plan.buckets
+    known = 0 <= op.bucket < len(buckets) and buckets[op.bucket].twin >= 0
+    require(state, known, "a bucket whose ends are added up must have two")
+    return buckets[op.bucket].twin in other.exchanged
+
+
+def find_cycle(plan: Plan, states: list[RankState], waits: dict[int, list[int]]) -> str:
+    """Return the ranks that wait for each other in a circle, a line each; empty without one.
+
+    Parameters
+    ----------
+    plan : Plan
+    states : list of RankState
+    waits : dict of int to list of int
+        Blocked rank -> ranks that it waits for.
+    """
+    for start in waits:
+        path = [start]
+        while True:
+            ahead = [rank for rank in waits.get(path[-1], ()) if rank in waits]
+            if not ahead:
+                break
+            if ahead[0] in path:
+                cycle = path[path.index(ahead[0]) :]
+                lines = [
+                    f"  rank {rank} in {op_text(states[rank].op)} waits for rank {after}"
+                    for rank, after in zip(cycle, [*cycle[1:], cycle[0]], strict=True)
+                ]
+                return "\n".join(["They wait in a circle:", *lines, ""])
+            path.append(ahead[0])
+    return ""
+
+
+def _ends(state: RankState, boundary: int) -> tuple[str, str]:
+    """Return the block before a boundary and the one after it."""
+    stages = state.plan.stages
+    require(state, 0 <= boundary < len(stages) - 1, "a boundary must lie between two stages")
+    return stages[boundary][-1], stages[boundary + 1][0]
+
+
+def _post(state: RankState, op: Send) -> None:
+    state.frames.setdefault((op.boundary, _kind(op)), []).append(op.micro)
+    state.messages.outgoing(state, op).sent.append((state.position, op))
+
+
+def _send_activation(state: RankState, op: SendActivation) -> None:
+    before, after = _ends(state, op.boundary)
+    require_known(state, before)
+    _require_holder(state, op, after)
+    found = (before, op.micro) in state.outputs
+    require(state, found, "a send must follow the forward of its stage")
+    state.outputs.discard((before, op.micro))
+    _post(state, op)
+
+
+def _send_grad(state: RankState, op: SendGrad) -> None:
+    before, after = _ends(state, op.boundary)
+    require_known(state, after)
+    _require_holder(state, op, before)
+    found = (after, op.micro) in state.grads_of
+    require(state, found, "a send must follow the backward of its stage")
+    state.grads_of.discard((after, op.micro))
+    _post(state, op)
+
+
+def _take(state: RankState, op: Recv) -> None:
+    """Match a receive with the send that is next in line."""
+    channel = state.messages.incoming(state, op)
+    position, sent = channel.sent[len(channel.received)]
+    channel.received.append((state.position, op))
+    mine = (op.micro, op.shape, op.codec)
+    theirs = (sent.micro, sent.shape, sent.codec)
+    if mine != theirs:
+        place = draw_place(state.plan, {op.peer: position, state.rank: state.position})
+        raise PlanError(
+            f"a receive must match the send that is next in line; got {op_text(sent)} on rank "
+            f"{op.peer} for {op_text(op)} on rank {state.rank}:\n{place}\nSend and receive in the "
+            f"same order."
+        )
+
+
+def _recv_activation(state: RankState, op: RecvActivation) -> None:
+    before, after = _ends(state, op.boundary)
+    require_known(state, after)
+    _require_holder(state, op, before)
+    state.outputs.add((before, op.micro))
+    _take(state, op)
+
+
+def _recv_grad(state: RankState, op: RecvGrad) -> None:
+    before, after = _ends(state, op.boundary)
+    require_known(state, before)
+    _require_holder(state, op, after)
+    state.grads_of.add((after, op.micro))
+    _take(state, op)
+
+
+def _require_holder(state: RankState, op: Send | Recv, block: str) -> None:
+    """Require that the other side is the rank of the pp group that holds a block."""
+    plan = state.plan
+    group = plan.mesh.group(state.rank, "pp")
+    holders = [rank for rank in group if block in plan.rank_blocks(rank)]
+    require(state, op.peer in holders, f"the other side must be rank {holders}, which holds block "
+            f"{block}")  # fmt: skip
+
+
+def _wait_send(state: RankState, op: WaitSend) -> None:
+    waiting = state.frames[op.boundary, op.kind]
+    first = waiting[0] == op.micro
+    require(state, first, "frames of a boundary must be waited for in the order of their sends")
+    waiting.pop(0)
+    state.messages.outgoing(state, op).finished += 1
+
+
+def begin_backward(state: RankState, op: Backward | BackwardInput) -> None:
+    """Take the gradient of a block's output, and leave that of its input."""
+    blocks, key = state.plan.blocks, (op.block, op.micro)
+    require_known(state, op.block)
+    require(state, key not in state.kept, "backward must follow the replay of its block")
+    require(state, key in state.saved, "backward must follow the forward of its block")
+    require_params(state, op.block)
+    if op.block == blocks[-1]:
+        counted = "target_count" in state.sums
+        require(state, counted, "backward must follow ReduceScalars of kind target_count")
+    else:
+        after = (blocks[blocks.index(op.block) + 1], op.micro)
+        found = after in state.grads_of
+        require(state, found, "backward must follow the backward of the block after")
+        state.grads_of.discard(after)
+    if op.block != blocks[0]:
+        state.grads_of.add(key)
+
+
+def finish_backward(state: RankState, op: Backward | BackwardWeight) -> None:
+    """Add up the gradients of a block's weights, and free what was saved."""
+    busy = [key[1] for key in state.in_flight if key[0] == "sync"]
+    for bucket in state.buckets:
+        if op.block in bucket.blocks:
+            free = bucket.index not in busy
+            require(state, free, f"a backward must not add to bucket {bucket.index} while it is "
+                    f"summed")  # fmt: skip
+    for micro in range(op.micro):
+        before = (op.block, micro) in state.backwards
+        require(state, before, "gradients must be added in the order of microbatches")
+    state.saved.discard((op.block, op.micro))
+    state.backwards.add((op.block, op.micro))
+    state.drop_batch()
+
+
+def _backward_input(state: RankState, op: BackwardInput) -> None:
+    key = (op.block, op.micro)
+    require(state, key not in state.halves, "the input half of a backward must run once")
+    begin_backward(state, op)
+    state.halves.add(key)
+
+
+def _backward_weight(state: RankState, op: BackwardWeight) -> None:
+    key = (op.block, op.micro)
+    require_known(state, op.block)
+    require(state, key in state.halves, "the weight half of a backward must follow the input half")
+    state.halves.discard(key)
+    finish_backward(state, op)
+
+
+def _exchange_tied(state: RankState, op: ExchangeTied) -> None:
+    plan = state.plan
+    mine = [bucket for bucket in state.buckets if bucket.index == op.bucket]
+    require(state, bool(mine) and mine[0].twin >= 0, "a bucket whose ends are added up must lie on "
+            "the rank, and have two")  # fmt: skip
+    bucket = mine[0]
+    twin = plan.buckets[bucket.twin]
+    holder = plan.mesh.group(state.rank, "pp")[twin.coordinate]
+    require(state, op.peer == holder, f"the other end must be on rank {holder}")
+    require(state, op.bucket not in state.exchanged, "two ends must be added up once per step")
+    count = bucket.count
+    if plan.zero >= 2:
+        lo, hi = bucket.shard(plan.mesh.dp, plan.mesh.coordinate(state.rank)["dp"])
+        count = hi - lo
+        whole = op.bucket not in state.unreduced
+        require(state, whole, "shards must be added up after the last sum over dp")
+    else:
+        micros = range(state.num_micros)
+        whole = all((b, m) in state.backwards for b in bucket.blocks for m in micros)
+        require(state, whole, "two ends must be added up when all their gradients are there")
+    require(state, op.count == count, f"an exchange must be of {count} elements")
+    state.exchanged.add(op.bucket)
+
+
+PIPELINE_RULES: dict[type[Op], Callable[[RankState, Any], None]] = {
+    SendActivation: _send_activation,
+    RecvActivation: _recv_activation,
+    SendGrad: _send_grad,
+    RecvGrad: _recv_grad,
+    WaitSend: _wait_send,
+    BackwardInput: _backward_input,
+    BackwardWeight: _backward_weight,
+    ExchangeTied: _exchange_tied,
+}
+"""Op kind -> function: what an op needs and what it leaves on its rank."""
+
+
+def in_flight(plan: Plan, rank: int) -> int:
+    """Return the most microbatches whose activations a rank keeps at one time.
+
+    From the first forward of a microbatch to the last op that reads what its forwards saved.
+    Microbatches of different chunks count in parts: one that is alive in one of two chunks is half.
+    """
+    ends = {}
+    ops = plan.ranks[rank]
+    chunks = {block: c for c, blocks in enumerate(plan.chunks(rank)) for block in blocks}
+    for op in ops:
+        if isinstance(op, (Backward, BackwardWeight)):
+            ends[chunks[op.block], op.micro] = op
+    live: set[tuple[int, int]] = set()
+    most = 0
+    for op in ops:
+        key = (chunks.get(getattr(op, "block", None)), getattr(op, "micro", None))
+        if type(op).__name__ == "Forward":
+            live.add(key)
+            most = max(most, len(live))
+        elif ends.get(key) is op:
+            live.discard(key)
+    return -(-most // len(plan.chunks(rank)))
