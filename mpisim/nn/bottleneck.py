@@ -333,16 +333,11 @@ def principal_components(covariance_DD: np.ndarray, width: int) -> np.ndarray:
     Raises
     ------
     ValueError
-        The width is out of range, or a value is not finite.
+        The width is out of range.
     """
     d_model = len(covariance_DD)
     if not 1 <= width <= d_model:
         raise ValueError(f"width must be in 1..{d_model}; got {width}. Choose a smaller one.")
-    if not np.isfinite(covariance_DD).all():
-        raise ValueError(
-            "activations must be finite for calibration; got a covariance with values that are "
-            "not. Calibrate a model whose loss is finite."
-        )
     _, vectors_DD = np.linalg.eigh(covariance_DD)
     directions_DW = vectors_DD[:, ::-1][:, :width].copy()
     largest_W = np.argmax(np.abs(directions_DW), axis=0)
@@ -399,12 +394,17 @@ class ActivationStatistics:
         Raises
         ------
         ValueError
-            There are fewer than 2 tokens.
+            There are fewer than 2 tokens, or their sums are not finite.
         """
         if self.count < 2:
             raise ValueError(
                 f"a covariance must be taken over at least 2 tokens; got {self.count}. Give more "
                 f"tokens for calibration."
+            )
+        if not np.isfinite(self.totals).all():
+            raise ValueError(
+                "activations must be finite for calibration; got sums that are not. Calibrate a "
+                "model whose loss is finite."
             )
         mean_D = self._sum_D / self.count
         scatter_DD = self._products_DD - np.outer(self._sum_D, mean_D)
@@ -416,7 +416,7 @@ class ActivationStatistics:
         Raises
         ------
         ValueError
-            There are fewer than 2 tokens, or a sum is not finite.
+            There are fewer than 2 tokens, their sums are not finite, or the width is not in 1..D.
         """
         mean_D, covariance_DD = self.mean_and_covariance()
         return start_from(principal_components(covariance_DD, width), mean_D)

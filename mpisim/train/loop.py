@@ -38,6 +38,7 @@ from mpisim.train.summary import (
     collect_totals,
     finite_or_none,
     write_summary,
+    write_weights,
 )
 
 
@@ -72,7 +73,7 @@ def train_on(
 ) -> tuple[EngineState, dict[str, np.ndarray]]:
     """Train over a connected transport; returns this rank's final state, and the parameters.
 
-    The parameters are complete on rank 0.
+    The parameters are those of the rank's stage, complete on the first rank of axis dp.
     """
     config = setup.config
     require_fit(setup)
@@ -289,19 +290,16 @@ class _Trainer:
     def sum_up(self) -> None:
         """Write the summary and compare the replicas; all ranks call it."""
         totals, self.params = collect_totals(self.transport, self.state, self.resident_start_bytes)
-        if not self.is_root:
-            return
-        write_summary(
-            self.run_dir,
-            totals,
-            self.history,
-            setup=self.setup,
-            data=self.data,
-            state=self.state,
-            params=self.params,
-        )
-        self.console.summary(self.run_dir, totals)
-        assert_replicas_equal(totals)
+        if self.is_root:
+            write_summary(
+                self.run_dir, totals, self.history,
+                setup=self.setup, data=self.data, state=self.state,
+            )  # fmt: skip
+        # Last, so that a disk that is full by now costs the weights and not the figures, too.
+        write_weights(self.run_dir, self.transport, self.setup, self.state, self.params)
+        if self.is_root:
+            self.console.summary(self.run_dir, totals)
+            assert_replicas_equal(totals)
 
 
 def _agree_and_create(transport: Transport, setup: Setup, data: Dataset, overwrite: bool) -> Path:

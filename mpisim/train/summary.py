@@ -20,7 +20,7 @@ from mpisim.comm.transport import Transport
 from mpisim.cost.price import Priced, bytes_matrix, price_rank
 from mpisim.data.load import Dataset
 from mpisim.engine.state import EngineState
-from mpisim.errors import PlanError
+from mpisim.errors import CheckpointError, PlanError
 from mpisim.layouts.metrics import MEMORY_CATEGORIES, TRAFFIC_FIELDS
 from mpisim.memory.tracker import peak_resident_bytes
 from mpisim.plan.build import Plan
@@ -28,6 +28,7 @@ from mpisim.train.clock import host_name
 from mpisim.train.record import array_digest, digest, iso_time, joint_digest
 from mpisim.train.rundir import write_json
 from mpisim.train.setup import Setup
+from mpisim.train.stage_files import WEIGHTS_FOLDER, aliases_of, save_manifest, save_stage
 from mpisim.train.weights import WEIGHTS_FILE, save_weights
 
 PlanRuns = dict[tuple[str, bool], tuple[Plan, int]]
@@ -129,9 +130,8 @@ def write_summary(
     setup: Setup,
     data: Dataset,
     state: EngineState,
-    params: dict[str, np.ndarray],
 ) -> None:
-    """Finish run.json and write the weights and summary.json; rank 0 calls it.
+    """Finish run.json and write summary.json; rank 0 calls it.
 
     Parameters
     ----------
@@ -144,8 +144,6 @@ def write_summary(
     data : Dataset
     state : EngineState
         Rank 0's.
-    params : dict of str to ndarray
-        The trained parameters.
     """
     ended_s = time.time()
     record_path = run_dir / "run.json"
@@ -177,16 +175,59 @@ def write_summary(
             "ranks": totals,
         },
     )
-    # Last, so that a disk that is full by now costs the weights and not the figures, too.
-    save_weights(
-        run_dir / WEIGHTS_FILE,
-        params,
-        {
-            "run": setup.config.run.name,
-            "committed_steps": str(state.committed),
-            "mpisim": mpisim.__version__,
-        },
-    )
+
+
+def write_weights(
+    run_dir: Path,
+    transport: Transport,
+    setup: Setup,
+    state: EngineState,
+    params: dict[str, np.ndarray],
+) -> None:
+    """Write the trained weights: one file, or one per stage. All ranks call it.
+
+    Parameters
+    ----------
+    run_dir : Path
+    transport : Transport
+    setup : Setup
+    state : EngineState
+    params : dict of str to ndarray
+        As `collect_totals` returns them.
+
+    Raises
+    ------
+    CheckpointError
+        A file cannot be written, on whatever rank.
+    """
+    facts = {
+        "run": setup.config.run.name,
+        "committed_steps": str(state.committed),
+        "mpisim": mpisim.__version__,
+    }
+    if setup.mesh.pp == 1:
+        if transport.rank == 0:
+            save_weights(run_dir / WEIGHTS_FILE, params, facts)
+        return
+    folder = run_dir / WEIGHTS_FOLDER
+    record = error = ""
+    if state.dp.index == 0:
+        copies = {n for s in state.stores if s.bucket.is_copy for n in s.offsets}
+        owned = {name: array for name, array in params.items() if name not in copies}
+        stage = setup.mesh.coordinate(transport.rank)["pp"]
+        try:
+            record = save_stage(
+                folder, stage, owned, facts, specs=setup.model.param_specs(),
+                blocks=setup.full_plan().rank_blocks(transport.rank),
+            ).to_json()  # fmt: skip
+        except CheckpointError as failed:
+            error = str(failed)
+    told = [json.loads(text) for text in transport.exchange(json.dumps([record, error]))]
+    if failures := [error for _, error in told if error]:
+        raise CheckpointError(failures[0])
+    if transport.rank == 0:
+        records = [record for record, _ in told if record]
+        save_manifest(folder, records, aliases=aliases_of(setup.model), metadata=facts)
 
 
 def assert_replicas_equal(totals: list[dict[str, Any]]) -> None:
