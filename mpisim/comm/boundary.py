@@ -100,8 +100,8 @@ class BoundaryLinks:
         self._clock = recorder.clock if recorder is not None else time.perf_counter
         self._polls = transport.polls_per_pause
         self._sends: list[BoundarySend] = []
-        # Receives that a failed step left; the library may still write into their buffers.
-        self._stranded: list[Message] = []
+        # More than the one waited for only after a failed step: the library may still write there.
+        self._receives: list[Message] = []
         self._moved = {kind: [0, 0, 0, 0] for kind in KINDS}
         self._bytes_to: Counter[int] = Counter()
 
@@ -195,12 +195,10 @@ class BoundaryLinks:
         )
         began = self._clock()
         message.start()
-        try:
-            self._wait(message)
-        except BaseException:
-            self._stranded.append(message)
-            raise
+        self._receives.append(message)
+        self._wait(message)
         received = transport.received_bytes()
+        self._receives.remove(message)
         message.free()
         if received != message.nbytes:
             raise length_error(message, transport.rank, received)
@@ -216,7 +214,7 @@ class BoundaryLinks:
     @property
     def idle(self) -> bool:
         """True when no message is on its way from or into a buffer of this rank."""
-        return not self._sends and not self._stranded
+        return not self._sends and not self._receives
 
     # Accounting --------------------------------------------------------------------------
 
@@ -244,10 +242,10 @@ class BoundaryLinks:
             with contextlib.suppress(Exception):
                 if self._test(handle.message):
                     self._complete(handle)
-        for message in tuple(self._stranded):
+        for message in tuple(self._receives):
             with contextlib.suppress(Exception):
                 if self._test(message):
-                    self._stranded.remove(message)
+                    self._receives.remove(message)
                     message.free()
 
     def close(self) -> None:
@@ -260,6 +258,10 @@ class BoundaryLinks:
         try:
             return message.test(self.transport.status)
         except Exception as error:
+            # A receive that ends with an error has ended: nothing writes into its buffer any more.
+            if message in self._receives:
+                self._receives.remove(message)
+                message.free()
             raise self.transport.translate(error, message) from error
 
     def _wait(self, message: Message) -> None:

@@ -20,9 +20,9 @@ from mpisim.comm.transport import Message, Transport
 from mpisim.errors import CommError
 from mpisim.layouts.chunks import chunk_bounds
 from mpisim.layouts.steps import (
-    ALGORITHMS,
     REDUCTIONS,
     StepTable,
+    algorithm_names,
     all_gather_table,
     all_reduce_table,
     gather_table,
@@ -83,7 +83,7 @@ class Communicator:
     recorder : Recorder or None
         Where stamps go.
     algorithm : str
-        All-reduce algorithm, one of `mpisim.layouts.steps.ALGORITHMS`.
+        All-reduce algorithm, one of `mpisim.layouts.steps.algorithm_names`.
 
     Notes
     -----
@@ -109,9 +109,9 @@ class Communicator:
             raise ValueError(
                 f"group must contain this rank; got ranks {self.ranks} on rank {transport.rank}."
             )
-        if algorithm not in ALGORITHMS:
+        if algorithm not in algorithm_names():
             raise ValueError(
-                f"comm.algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}."
+                f"comm.algorithm must be one of {', '.join(algorithm_names())}; got {algorithm!r}."
             )
         self.index = self.ranks.index(transport.rank)
         self.size = len(self.ranks)

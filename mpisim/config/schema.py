@@ -82,13 +82,14 @@ class DataSection(Section):
 class ModelSection(Section):
     """The network."""
 
-    kind: Literal["mlp", "decoder"] = "mlp"
+    kind: str = "mlp"
     """`mlp`: a multi-layer perceptron; over text its input is the embedded, flattened window.
-    `decoder`: a decoder-only transformer over text (RMSNorm, rotary attention, SwiGLU)."""
+    `decoder`: a decoder-only transformer over text (RMSNorm, rotary attention, SwiGLU). Or one of
+    an extension, over the same rows as the mlp."""
     hidden: tuple[PositiveInt, ...] = (256,)
     """Widths of the hidden layers, first to last; each is one block. Empty means linear."""
-    activation: Literal["relu", "tanh", "gelu"] = "relu"
-    """Nonlinearity of the hidden layers."""
+    activation: str = "relu"
+    """Nonlinearity of the hidden layers: relu, tanh, gelu, or one of an extension (mlp)."""
     embed_dim: PositiveInt = 16
     """Width of the byte embedding (mlp over text only)."""
     d_model: PositiveInt = 64

@@ -16,6 +16,8 @@ the closed forms that this is tested against, and the schedules that are only pu
 
 from __future__ import annotations
 
+import collections
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -25,7 +27,7 @@ from mpisim.errors import DeadlockError
 from mpisim.mesh import Mesh
 from mpisim.plan.build import Plan
 from mpisim.plan.ops import (
-    ADDS_GRADIENTS,
+    WAIT_AXIS,
     Backward,
     BackwardInput,
     BackwardInputStage,
@@ -63,7 +65,6 @@ backward. end: all ranks, after it, until the step has ended everywhere."""
 
 _STAGE_OPS = (ForwardStage, BackwardStage, BackwardInputStage, BackwardWeightStage)
 _BLOCK_OPS = (Forward, Backward, BackwardInput, BackwardWeight, Recompute)
-_ENDS = (*ADDS_GRADIENTS, BackwardStage, BackwardWeightStage)
 _KINDS = {
     SendActivation: "activation",
     RecvActivation: "activation",
@@ -93,8 +94,8 @@ class PlanTimeline:
     waits: tuple[dict[str, Number], ...]
     """Per rank: one of `CAUSES` -> seconds."""
     in_flight: tuple[Fraction, ...]
-    """Per rank: the most microbatches alive, from the first forward of a chunk to its last backward
-    or weight part; each chunk counts as its part of the rank's chunks."""
+    """Per rank: the most microbatches alive, from the first forward of a chunk to the end of its
+    last backward or weight part; one of v chunks counts 1 / v."""
 
     @property
     def step_s(self) -> Number:
@@ -157,15 +158,13 @@ def simulate_plan(
         sync_seconds or _nothing, barrier_s, synchronous,
     )  # fmt: skip
     clock.run()
-    chunks = [plan.chunks(rank) for rank in range(plan.mesh.size)]
-    in_flight = tuple(
-        _most_alive(
-            [(op, places.get(getattr(op, "block", None))) for op in ops], len(chunks[rank])
-        )
-        for rank, ops in enumerate(plan.ranks)
-        for places in [{block: n for n, blocks in enumerate(chunks[rank]) for block in blocks}]
-    )
-    return clock.timeline(in_flight)
+    in_flight = []
+    for rank, ops in enumerate(plan.ranks):
+        chunks = plan.chunks(rank)
+        place_of = {block: place for place, blocks in enumerate(chunks) for block in blocks}
+        places = [place_of.get(getattr(op, "block", None)) for op in ops]
+        in_flight.append(_most_alive(ops, places, len(chunks)))
+    return clock.timeline(tuple(in_flight))
 
 
 def simulate_schedule(
@@ -212,7 +211,7 @@ def simulate_schedule(
     ...     simulate_schedule(name, 2, 8, forward_s=1, backward_s=1, link=far).step_s
     ...     for name in ("gpipe", "1f1b")
     ... ]
-    [20, 24]
+    [20, 26]
     """
     seconds = {
         ForwardStage: forward_s,
@@ -236,7 +235,7 @@ def simulate_schedule(
     )  # fmt: skip
     clock.run()
     return clock.timeline(
-        tuple(_most_alive([(op, op.chunk) for op in ops], num_chunks) for ops in lists)
+        tuple(_most_alive(ops, [op.chunk for op in ops], num_chunks) for ops in lists)
     )
 
 
@@ -280,11 +279,11 @@ class _Clock:
         self.receives: dict[tuple, Number] = {}
         self.free: dict[tuple[int, int], Number] = {}
         self.meetings: dict[tuple, dict[int, Number]] = {}
-        self.met = [0] * size
+        # Meetings that each rank has left, by group: all ranks, or both ends of a tied table.
+        self.met = [collections.Counter() for _ in ranks]
         # What each rank has started on axis dp, in order, and when each turn of a group ended.
         self.started: list[list[tuple[Op, Number]]] = [[] for _ in ranks]
         self.ended: dict[tuple[int, ...], list[Number]] = {}
-        self.gathering = [-1] * size
 
     def run(self) -> None:
         moved = True
@@ -339,8 +338,7 @@ class _Clock:
         if cause is not None:
             self.waits[rank][cause] += end - now
         if isinstance(op, (ReduceScalars, GatherMetrics, ExchangeTied)):
-            self.met[rank] += 1
-        self.gathering[rank] = -1
+            self.met[rank][self._group(rank, op)] += 1
         self.spans[rank].append((index, now, end))
         self.now[rank] = end
         return True
@@ -365,16 +363,77 @@ class _Clock:
                 return self.left.get(key)
             posted = self.receives.get(key)
             return None if posted is None or key not in self.left else max(posted, self.left[key])
-        if isinstance(op, (ReduceScalars, GatherMetrics)):
-            end = self._meet(rank, range(len(self.ranks)), "all")
-            return None if end is None else end + self.barrier_s
-        if isinstance(op, ExchangeTied):
-            end = self._meet(rank, sorted((rank, op.peer)), "tied")
-            return None if end is None else end + self.sync_seconds(op)
+        if isinstance(op, (ReduceScalars, GatherMetrics, ExchangeTied)):
+            return self._meeting_end(rank, op)
         return self._turn_end(rank, op)
 
-    def _meet(self, rank: int, group: Sequence[int], what: str) -> Number | None:
-        ...
+    def _group(self, rank: int, op: Op) -> tuple[object, ...]:
+        if isinstance(op, ExchangeTied):
+            return ("tied", *sorted((rank, op.peer)))
+        return ("control", *range(len(self.ranks)))
 
-    def _turn_end(self, rank: int, op: Op) -> Number | None:
-        ...
+    def _meeting_end(self, rank: int, op: Op) -> Number | None:
+        """Return when all who meet in an op have come, and are done."""
+        group = self._group(rank, op)
+        here = self.meetings.setdefault((*group, self.met[rank][group]), {})
+        here.setdefault(rank, self.now[rank])
+        if len(here) < len(group) - 1:
+            return None
+        seconds = self.sync_seconds(op) if isinstance(op, ExchangeTied) else self.barrier_s
+        return max(here.values()) + seconds
+
+    def _turn_end(self, rank: int, op: WaitSync | WaitUnshard | GatherParams) -> Number | None:
+        """Return when what a rank waits for on axis dp has ended."""
+        mine = self.started[rank]
+        if isinstance(op, GatherParams) and (not mine or mine[-1][0] is not op):
+            mine.append((op, self.now[rank]))
+        turns = [turn for turn, (started, _) in enumerate(mine) if _waited_by(started, op)]
+        if not turns:
+            return None
+        group = self.mesh.group(rank, "dp")
+        ended = self.ended.setdefault(group, [])
+        while len(ended) <= turns[-1]:
+            if any(len(self.started[other]) <= len(ended) for other in group):
+                return None
+            begun = [self.started[other][len(ended)][1] for other in group]
+            start = max(*begun, ended[-1]) if ended else max(begun)
+            ended.append(start + self.sync_seconds(mine[len(ended)][0]))
+        return ended[turns[-1]]
+
+
+def _cause(op: Op, is_over: bool) -> str | None:
+    """Return what an op waits for; None: it does not wait."""
+    if isinstance(op, (RecvActivation, RecvGrad)):
+        return "receive"
+    if isinstance(op, WaitSend):
+        return "send"
+    if isinstance(op, ExchangeTied):
+        return "tied"
+    axis = WAIT_AXIS.get(type(op))
+    return "end" if axis == "control" and is_over else axis
+
+
+def _waited_by(started: Op, op: Op) -> bool:
+    """Tell whether `op` waits for what `started` has begun; for a gather, the last one counts."""
+    if isinstance(op, GatherParams):
+        return started is op
+    kind = StartSync if isinstance(op, WaitSync) else StartUnshard
+    same = isinstance(started, kind) and started.bucket == op.bucket
+    return same and (kind is StartUnshard or started.micro == op.micro)
+
+
+def _most_alive(ops: Sequence[Op], places: Sequence[int | None], num_chunks: int) -> Fraction:
+    """Return the most (microbatch, chunk) pairs alive at a time, in units of all chunks.
+
+    `places` names the chunk of each op.
+    """
+    lives: dict[tuple[int, int], tuple[int, int]] = {}
+    for at, (op, place) in enumerate(zip(ops, places, strict=True)):
+        if place is not None and isinstance(op, _STAGE_OPS + _BLOCK_OPS):
+            first, _ = lives.get((op.micro, place), (at, at))
+            lives[op.micro, place] = (first, at)
+    changes = [0] * (len(ops) + 1)
+    for first, last in lives.values():
+        changes[first] += 1
+        changes[last + 1] -= 1
+    return Fraction(max(itertools.accumulate(changes)), num_chunks)

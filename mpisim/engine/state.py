@@ -143,7 +143,7 @@ class EngineState:
         What the rank may hold at one time; 0 means no limit.
     blocks : sequence of str, optional
         Names of the blocks that the rank holds, in forward order; by default all.
-    wrap : callable of Block to Block, optional
+    wrap : callable of (EngineState, Block) to Block, optional
         What stands in for a block; by default the block itself.
     residuals : dict of int to tuple of int, optional
         Boundary -> shape of the gradients sent over it whose losses are made up for by the next
@@ -186,7 +186,7 @@ class EngineState:
         tracker: Tracker | None = None,
         budget_bytes: int = 0,
         blocks: Sequence[str] = (),
-        wrap: Callable[[Block], Block] | None = None,
+        wrap: Callable[[EngineState, Block], Block] | None = None,
         residuals: Mapping[int, tuple[int, ...]] | None = None,
     ) -> None:
         self.model, self.mesh, self.optimizer = model, mesh, optimizer
@@ -199,8 +199,10 @@ class EngineState:
         self.watch = MemoryWatch(self.ledger, tracker or open_tracker("off"))
         self.rank = transport.rank
         own = set(blocks or (block.name for block in model.blocks))
-        stand_in = wrap or (lambda block: block)
-        self.blocks = {block.name: stand_in(block) for block in model.blocks if block.name in own}
+        stand_in = wrap or (lambda _, block: block)
+        self.blocks = {
+            block.name: stand_in(self, block) for block in model.blocks if block.name in own
+        }
         self.first, self.last = model.blocks[0].name, model.blocks[-1].name
         self.has_loss = self.last in self.blocks
         """This rank runs the last block: losses and targets are counted here."""
@@ -366,6 +368,13 @@ class EngineState:
             for local, full in block.full_names.items()
             if full in names
         ]
+
+    def advance(self) -> None:
+        """Move started messages on, as far as they go; never blocks."""
+        if not self.dp.idle:
+            self.dp.advance()
+        if not self.links.idle:
+            self.links.advance()
 
     @property
     def communicators(self) -> list[Communicator | BoundaryLinks]:

@@ -11,7 +11,7 @@ Patarasuk and Yuan 2009 (ring).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -20,6 +20,7 @@ from mpisim.layouts.chunks import chunk_bounds
 NO_PEER = -1
 
 ALGORITHMS = ("auto", "ring", "recursive_doubling", "halving_doubling")
+"""Built-in choices of an all-reduce; `register_all_reduce` adds to them."""
 
 REDUCTIONS = ("sum", "max")
 """How an all-reduce combines what arrives with what is there; the same tables serve all."""
@@ -197,6 +198,45 @@ def num_segments(bounds: tuple[int, ...], itemsize: int) -> int:
     return max(2, -(-longest // segment))
 
 
+RowsFunction = Callable[[int, int, int], Sequence["Transfer"]]
+"""``rows(count, size, index)``: the transfers of one rank of an all-reduce, in order."""
+
+_REGISTERED: dict[str, RowsFunction] = {}
+
+
+def register_all_reduce(name: str, rows: RowsFunction) -> None:
+    """Make an all-reduce algorithm known under `name`, for the config's comm.algorithm.
+
+    Parameters
+    ----------
+    name : str
+        Not a built-in one. One that was registered before means this one from now on.
+    rows : callable
+        See `RowsFunction`; called for groups of two ranks or more. The executor runs the rows as
+        they are, so are bytes and messages predicted from them.
+
+    Raises
+    ------
+    ValueError
+        The name is built in, or something is not as said here.
+    """
+    if not isinstance(name, str) or not name.strip() or name in ALGORITHMS:
+        raise ValueError(
+            f"name of an all-reduce must be a word of its own; got {name!r}. Choose one that is "
+            f"none of {', '.join(ALGORITHMS)}."
+        )
+    if not callable(rows):
+        raise ValueError(f"rows of {name} must be a function; got {rows!r}. Give one of (count, "
+                         f"size, index).")  # fmt: skip
+    _REGISTERED[name] = rows
+    all_reduce_table.cache_clear()
+
+
+def algorithm_names() -> tuple[str, ...]:
+    """Return all choices of an all-reduce."""
+    return (*ALGORITHMS, *_REGISTERED)
+
+
 @lru_cache(maxsize=512)
 def all_reduce_table(count: int, size: int, itemsize: int, algorithm: str = "auto") -> StepTable:
     """Return the table of an all-reduce of `count` elements over `size` ranks.
@@ -210,7 +250,7 @@ def all_reduce_table(count: int, size: int, itemsize: int, algorithm: str = "aut
     itemsize : int
         Bytes of one element; decides `auto` and the segment length.
     algorithm : str
-        One of `ALGORITHMS`.
+        One of `algorithm_names`.
 
     Returns
     -------
@@ -231,6 +271,8 @@ def all_reduce_table(count: int, size: int, itemsize: int, algorithm: str = "aut
     def rows(index: int) -> tuple[Transfer, ...]:
         if size == 1:
             return ()
+        if chosen in _REGISTERED:
+            return tuple(_REGISTERED[chosen](count, size, index))
         if chosen == "recursive_doubling":
             return _recursive_doubling_rows(count, size, index)
         if chosen == "halving_doubling":

@@ -114,12 +114,11 @@ class LayerNorm(NoParams):
 
     def forward(self, params: Arrays, x: np.ndarray, ctx: LayerContext) -> tuple[np.ndarray, Saved]:
         """Return ``(y, (y, r))``; y of x's shape (..., D) and dtype."""
-        is_copy = x.dtype.itemsize == 2
         x_ND = as_rows(ctx.wide(x))
         dtype = x_ND.dtype
         mean_N1 = self._mean(x_ND)
-        y_ND = np.subtract(x_ND, mean_N1, out=x_ND if is_copy else None)
-        del x_ND, mean_N1
+        y_ND = x_ND - mean_N1
+        del x_ND, mean_N1  # here and below: at the latest moment what has been read is freed
         r_N1 = self._mean(y_ND * y_ND)
         r_N1 += np.array(self.eps, dtype)
         np.sqrt(r_N1, out=r_N1)
@@ -167,9 +166,8 @@ class LayerNorm(NoParams):
         forward = Tape()
         copied = kernel_memory.widen(forward, num_elements, dtype, conditions)
         forward.call(peak=row_bytes + wide, left=row_bytes)  # mean
-        if not copied:
-            forward.new(all_bytes)
-        forward.free(row_bytes)
+        forward.new(all_bytes)
+        forward.free(copied, row_bytes)
         forward.new(all_bytes)  # squares
         forward.call(peak=row_bytes + wide, left=row_bytes)  # r
         forward.free(all_bytes)

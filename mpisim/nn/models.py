@@ -6,7 +6,9 @@ The engine runs the blocks, `plan` and `cost` read `Model.spec`. No arrays live 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -14,9 +16,14 @@ import numpy as np
 from mpisim.errors import ConfigError
 from mpisim.layouts.specs import BlockSpec, Conditions, ParamSpec
 from mpisim.nn.blocks import Block, BlockSaved
-from mpisim.nn.layers import Activation, ActivationKind, Arrays, Embedding, Linear
+from mpisim.nn.layers import Activation, Arrays, Embedding, Layer, Linear
 from mpisim.nn.losses import LanguageHead, MeanSquaredError, SoftmaxCrossEntropy
 from mpisim.nn.transformer import Dropout
+
+ACTIVATIONS: dict[str, Callable[[], Layer]] = {
+    kind: partial(Activation, kind) for kind in ("relu", "tanh", "gelu")
+}
+"""Nonlinearities of the MLP by name; `register_activation` adds to them."""
 
 InputKind = Literal["tokens", "features"]
 OutputKind = Literal["classes", "targets"]
@@ -156,6 +163,30 @@ class TableLayer(Protocol):
         ...
 
 
+def register_activation(name: str, make: Callable[[], Layer]) -> None:
+    """Make a layer without parameters known as a nonlinearity, for the config's model.activation.
+
+    Parameters
+    ----------
+    name : str
+        Not a built-in one. One that was registered before means this one from now on.
+    make : callable without arguments
+        Returns the layer: see `nn.layers.Layer` for what one has to offer. Its `spec` says what it
+        saves and needs, to the byte, or predicted memory is wrong.
+
+    Raises
+    ------
+    ConfigError
+        The name is built in.
+    """
+    if not name.strip() or name in ("relu", "tanh", "gelu"):
+        raise ConfigError(
+            f"name of an activation must be a word of its own; got {name!r}. Choose one that is "
+            f"not built in."
+        )
+    ACTIVATIONS[name] = make
+
+
 def build_mlp(
     *,
     input_kind: InputKind,
@@ -164,7 +195,7 @@ def build_mlp(
     embed_dim: int = 0,
     num_features: int = 0,
     hidden: tuple[int, ...],
-    activation: ActivationKind,
+    activation: str,
     output: tuple[OutputKind, int],
 ) -> Model:
     """Build a multi-layer perceptron over tokens or features.
@@ -180,8 +211,8 @@ def build_mlp(
     hidden : tuple of int
         Widths of the hidden layers; each is one block, ``block0``, ``block1``, and so on. Empty:
         a linear model.
-    activation : {"relu", "tanh", "gelu"}
-        After every hidden layer.
+    activation : str
+        After every hidden layer; one of `ACTIVATIONS`.
     output : ("classes", n) or ("targets", n)
         Softmax cross-entropy over n classes, or squared error over n targets; block ``head``.
 
@@ -207,7 +238,7 @@ def build_mlp(
     ['block0.linear.weight', 'block0.linear.bias', 'head.linear.weight', 'head.linear.bias']
     """
     _require_one_of("input_kind", input_kind, ("tokens", "features"))
-    _require_one_of("activation", activation, ("relu", "tanh", "gelu"))
+    _require_one_of("activation", activation, tuple(ACTIVATIONS))
     output_kind, num_outputs = output
     _require_one_of("output", output_kind, ("classes", "targets"))
     sizes = {"output": num_outputs}
@@ -230,7 +261,7 @@ def build_mlp(
         # The first layer over features has an input without a gradient: a third of its work less.
         linear = Linear(width, size, hidden_init, input_grad=bool(blocks))
         blocks.append(
-            Block(f"block{index}", (("linear", linear), ("activation", Activation(activation))))
+            Block(f"block{index}", (("linear", linear), ("activation", ACTIVATIONS[activation]())))
         )
         width = size
     loss = SoftmaxCrossEntropy(num_outputs) if output_kind == "classes" else MeanSquaredError()

@@ -8,7 +8,8 @@ The clock also draws a plan that cannot run, as far as it gets: errors show the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
 from mpisim.plan.build import Plan
 from mpisim.plan.ops import (
@@ -44,6 +45,7 @@ _LEADS = (RecvActivation, RecvGrad, LoadBatch, StartUnshard, WaitUnshard, Recomp
 """Ops that prepare the cell behind them; all others belong to the cell before them."""
 
 _WIDTH = 100
+"""Columns of text."""
 _GAP = "..."
 _IDLE = "."
 
@@ -92,6 +94,12 @@ class Grid:
     """Those that were taken, by receiver."""
     num_slots: int
     num_chunks: int
+
+    @property
+    def idle_share(self) -> Fraction:
+        """Idle slots by all slots, until the last rank has ended."""
+        total = self.num_slots * len(self.ranks)
+        return Fraction(total - sum(map(len, self.ranks)), max(total, 1))
 
 
 def lay_out(plan: Plan, marks: dict[int, int] | None = None) -> Grid:
@@ -195,10 +203,7 @@ class _Row:
             if not (self.cells and _same(self.cells[-1], key)):
                 self.cells.append(Cell(*key, self.now, ahead))
         if self.cells:
-            last = self.cells[-1]
-            self.cells[-1] = Cell(
-                last.letter, last.micro, last.chunk, last.slot, last.first, marked=True
-            )
+            self.cells[-1] = replace(self.cells[-1], marked=True)
 
 
 def _same(cell: Cell, key: tuple[str, int, int]) -> bool:
@@ -226,30 +231,42 @@ def draw_grid(plan: Plan, marks: dict[int, int] | None = None, width: int = _WID
         Lines without a newline at the end. Replicas that run alike share a row.
     """
     grid = lay_out(plan, marks)
-    rows: dict[tuple[tuple[int, str], ...], list[int]] = {}
-    for rank, cells in enumerate(grid.ranks):
-        texts = tuple((cell.slot, _cell_text(cell, grid.num_chunks)) for cell in cells)
-        # Only replicas are alike: what stages happen to share says nothing.
-        key = (plan.mesh.coordinate(rank)["pp"], texts)
-        rows.setdefault(key, []).append(rank)
-    names = [_rank_names(ranks) for ranks in rows.values()]
-    indent = max(map(len, [*names, "slot"])) + 2
-    texts = [text for _, row in rows for _, text in row]
-    cell_width = max(map(len, [*texts, str(max(grid.num_slots - 1, 0))])) + 1
-    marked = [cell.slot for cells in grid.ranks for cell in cells if cell.marked]
-    room = max(1, (width - 2 - indent) // cell_width)
-    columns = _columns(grid.num_slots, room, marked)
-    lines = [_line("slot", indent, columns, {slot: str(slot) for slot in columns}, cell_width)]
-    for name, (_, row) in zip(names, rows, strict=True):
-        row = dict(row)
-        shown = {slot: row.get(slot, _IDLE) for slot in columns if slot is not None}
-        lines.append(_line(name, indent, columns, shown, cell_width))
+    rows = share_rows(plan, grid, _near(plan, marks))
+    names = [name for name, _ in rows]
+    cells = [row for _, row in rows]
+    num_slots = max((cell.slot + 1 for row in cells for cell in row), default=0)
+    texts = [cell.label(grid.num_chunks) for row in cells for cell in row]
+    marked = [cell.slot for row in cells for cell in row if cell.marked]
+    cell_width = max(map(len, [*texts, str(max(num_slots - 1, 0))]))
+    # A mark takes the blanks on both sides of its cell.
+    blank = " " if marked else ""
+    indent = max(map(len, [*names, "slot"])) + 4
+    columns = _columns(num_slots, width - indent, cell_width + len(blank) + 1, marked)
+    head = {slot: f"{blank}{slot}" for slot in range(num_slots)}
+    lines = [_line("slot", indent, columns, head, cell_width + len(blank))]
+    for name, row in zip(names, cells, strict=True):
+        found = {slot: f"{blank}{_IDLE}" for slot in range(num_slots)}
+        for cell in row:
+            label = cell.label(grid.num_chunks)
+            found[cell.slot] = f">{label}<" if cell.marked else f"{blank}{label}"
+        lines.append(_line(name, indent, columns, found, cell_width + len(blank)))
     return "\n".join([*lines, f"  {_legend(plan, grid)}"])
 
 
-def _cell_text(cell: Cell, num_chunks: int) -> str:
-    label = cell.label(num_chunks)
-    return f">{label}<" if cell.marked else label
+def share_rows(plan: Plan, grid: Grid, ranks: Sequence[int]) -> list[tuple[str, tuple[Cell, ...]]]:
+    """Return the rows of a grid, each with its name: replicas that run alike share one."""
+    rows: dict[tuple[int, tuple[Cell, ...]], list[int]] = {}
+    for rank in ranks:
+        alike = tuple(replace(cell, first=0) for cell in grid.ranks[rank])
+        rows.setdefault((plan.mesh.coordinate(rank)["pp"], alike), []).append(rank)
+    return [(_rank_names(found), grid.ranks[found[0]]) for found in rows.values()]
+
+
+def _near(plan: Plan, marks: dict[int, int] | None) -> list[int]:
+    """Return the marked ranks and those that they trade messages with; without marks all."""
+    if not marks:
+        return list(range(len(plan.ranks)))
+    return sorted({mate for rank in marks for mate in plan.mesh.group(rank, "pp")})
 
 
 def _rank_names(ranks: Sequence[int]) -> str:
@@ -260,13 +277,16 @@ def _rank_names(ranks: Sequence[int]) -> str:
     return f"ranks {ranks[0]}, {ranks[1]} .. {ranks[-1]}"
 
 
-def _columns(num_slots: int, room: int, marked: Sequence[int]) -> list[int | None]:
+def _columns(
+    num_slots: int, width: int, cell_width: int, marked: Sequence[int]
+) -> list[int | None]:
     """Return the slots that are drawn, in order; None: some are left out here."""
-    if num_slots <= room:
+    if num_slots * cell_width <= width:
         return list(range(num_slots))
     anchors = sorted({0, num_slots - 1, *marked})
-    # A column for every place where something is left out.
-    room = max(len(anchors), room - len(anchors) + 1)
+    # Something may be left out between any two of them.
+    gaps = (len(anchors) - 1) * (max(len(_GAP) + 1, cell_width))
+    room = max(len(anchors), (width - gaps) // cell_width)
 
     def distance(slot: int) -> int:
         return min(abs(slot - anchor) for anchor in anchors)
@@ -281,10 +301,17 @@ def _columns(num_slots: int, room: int, marked: Sequence[int]) -> list[int | Non
 
 
 def _line(
-    name: str, indent: int, columns: Sequence[int | None], shown: dict, cell_width: int
+    name: str,
+    indent: int,
+    columns: Sequence[int | None],
+    texts: dict[int, str],
+    cell_width: int,
 ) -> str:
-    cells = (_GAP if slot is None else shown[slot] for slot in columns)
-    return f"  {name:<{indent}}" + "".join(f"{text:<{cell_width}}" for text in cells).rstrip()
+    cells = (
+        f"{_GAP:<{cell_width}} " if slot is None else f"{texts[slot]:<{cell_width}} "
+        for slot in columns
+    )
+    return (f"  {name:<{indent - 2}}" + "".join(cells)).rstrip()
 
 
 def _legend(plan: Plan, grid: Grid) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 
 import mpisim
 from mpisim.comm.communicator import check_drained
+from mpisim.comm.emulated import EmulatedTransport
 from mpisim.comm.transport import Transport
 from mpisim.config.schema import RunConfig
 from mpisim.data.load import Dataset, load_data
@@ -79,6 +80,7 @@ def train_on(
     require_fit(setup)
     # Before the first message, so that no rank waits in one while another compiles.
     setup.kernels()
+    transport = over_cluster(transport, setup.config)
     resident_start = resident_bytes()
     tracker = open_tracker(config.memory.measure)
     try:
@@ -123,6 +125,17 @@ def train_on(
         communicator.close()
     transport.barrier()
     return state, trainer.params
+
+
+def over_cluster(transport: Transport, config: RunConfig) -> Transport:
+    """Return the transport over emulated links, if the config asks for them or for sleep."""
+    cluster = config.cluster
+    if config.compute.mode == "real" and not (cluster.latency_s or cluster.bytes_per_s):
+        return transport
+    return EmulatedTransport(
+        transport, cluster.latency_s, cluster.bytes_per_s,
+        synchronous=config.comm.synchronous_sends,
+    )  # fmt: skip
 
 
 class _Trainer:

@@ -16,6 +16,7 @@ from mpisim.data.footprint import held_batch_bytes, sampling_bytes
 from mpisim.data.load import check_data_section
 from mpisim.data.sampler import microbatch_bounds, shard_rows
 from mpisim.data.tokenizer import VOCAB_SIZE
+from mpisim.engine.emulate import EmulatedBlock
 from mpisim.engine.loss_scale import LossScale
 from mpisim.engine.state import SCRATCH_BYTES, EngineState, num_optimizer_arrays
 from mpisim.engine.working import engine_working
@@ -23,6 +24,7 @@ from mpisim.errors import ConfigError
 from mpisim.layouts.specs import BlockSpec, Conditions
 from mpisim.memory.tracker import Tracker
 from mpisim.mesh import build_mesh
+from mpisim.nn.blocks import Block
 from mpisim.nn.decoder import build_decoder
 from mpisim.nn.kernels import Kernels, prepare_kernels, resolve_kernels
 from mpisim.nn.models import Model, build_mlp
@@ -32,6 +34,7 @@ from mpisim.plan.check import check_plan
 from mpisim.plan.forecast import Itemsizes, MemoryForecast, predict_memory
 from mpisim.plan.ops import SendGrad
 from mpisim.trace.recorder import Recorder
+from mpisim.train.extensions import MODELS, load_extensions, require_names
 from mpisim.train.pipeline import build_pipeline
 from mpisim.units import format_bytes
 
@@ -44,6 +47,8 @@ EVAL_TOKENS_PER_FORWARD = 4096
 def build_model(config: RunConfig) -> Model:
     """Return the model that a config describes."""
     data, model = config.data, config.model
+    if model.kind in MODELS:
+        return MODELS[model.kind](config)
     if model.kind == "decoder":
         max_len = model.max_len or data.window
         if data.window > max_len:
@@ -86,6 +91,9 @@ class Setup:
 
     def __init__(self, config: RunConfig, num_ranks: int) -> None:
         self.config = config
+        self.extensions = load_extensions(config.extensions)
+        """Files of users -> sha256 of what was run."""
+        require_names(config)
         self.mesh = build_mesh(config.parallel.dp, num_ranks, config.parallel.pp)
         check_data_section(config)
         pieces = self.mesh.dp * config.train.num_microbatches
@@ -199,8 +207,24 @@ class Setup:
             loss_scale=self.loss_scale(), kernels=self.kernels(), tracker=tracker,
             budget_bytes=config.memory.budget_bytes,
             blocks=self.full_plan().rank_blocks(transport.rank),
+            wrap=self._stand_in(transport),
             residuals=self.residuals(transport.rank),
         )  # fmt: skip
+
+    def _stand_in(self, transport: Transport) -> Callable[[EngineState, Block], Block] | None:
+        """Return what puts an emulated block in a real one's place; None: nothing does."""
+        if self.config.compute.mode == "real":
+            return None
+        rate = self.config.cluster.flops_per_s
+
+        def emulate(state: EngineState, block: Block) -> Block:
+            # Rings go on while a rank that computes would work.
+            return EmulatedBlock(
+                block, flops_per_s=rate,
+                sleep=lambda seconds: transport.sleep(seconds, between=state.advance),
+            )  # fmt: skip
+
+        return emulate
 
     def residuals(self, rank: int) -> dict[int, tuple[int, ...]]:
         """Return the shapes of the gradients whose losses a rank keeps, by boundary."""
