@@ -331,8 +331,8 @@ def plan() -> None:
     numbers; every layout is a real plan with an exact forecast of its peak. It lists what fits,
     cheapest first, and says of each other layout why it does not. Status 1: nothing fits.
 
-    `mpisim plan show CONFIG --ranks N` prints the ops; `mpisim plan check FILE` proves such a text,
-    also one that was edited.
+    `mpisim plan show CONFIG --ranks N` prints the plan, `--ops` all its ops; `mpisim plan check
+    FILE` proves such a text of ops, also one that was edited.
     """
 
 
@@ -400,20 +400,41 @@ def plan_search(
 @plan.command("show")
 @_config_argument
 @_ranks_option("Ranks to plan for.", required=True)
+@click.option(
+    "--ops", "only_ops", is_flag=True, help="Print the ops, as `plan check` reads them back."
+)
+@click.option(
+    "--png",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Draw the plan into a picture, too (takes matplotlib).",
+)
 @_set_option
-def plan_show(config: Path, ranks: int, overrides: tuple[str, ...]) -> None:
-    """Print the plan of CONFIG on N ranks, op by op."""
-    resolved = _load(config, overrides)
-    from mpisim.train import plan_text
+def plan_show(
+    config: Path, ranks: int, only_ops: bool, png: Path | None, overrides: tuple[str, ...]
+) -> None:
+    """Print the plan of CONFIG on N ranks.
 
-    click.echo(plan_text(resolved, ranks).rstrip("\n"))
+    With stages: which rank computes what when, what each stage holds, and what the schedule leaves
+    idle. Without stages, or with --ops: all ops, one per line.
+    """
+    resolved = _load(config, overrides)
+    from mpisim.train.overview import view_plan, write_picture
+
+    view = view_plan(resolved, ranks)
+    only_ops = only_ops or not view.overview
+    click.echo((view.ops if only_ops else view.overview).rstrip("\n"))
+    if png is not None:
+        write_picture(view, png)
+        # What was printed must stay a plan text.
+        click.echo(f"wrote {png}", err=only_ops)
 
 
 @plan.command("check")
 @click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
 @_json_option
 def plan_check(file: Path, as_json: bool) -> None:
-    """Prove the plan in FILE, a text of `plan show` that may have been edited.
+    """Prove the plan in FILE, a text of `plan show --ops` that may have been edited.
 
     An edit that breaks it is refused with the line, or with the op and the number that is wrong.
     """

@@ -282,7 +282,7 @@ class CompressionSection(Section):
     """Values per token that cross a boundary, between two learned linear maps; 0 means off."""
     start: Literal["pca", "random", "layernorm"] = "pca"
     """First values of these maps: principal components of the activations, measured before the
-    first step; random; random behind a layer norm."""
+    first step; random directions; principal components behind a layer norm."""
     calibration_tokens: PositiveInt = 4096
     """Tokens of training data that the principal components are measured on, at least."""
 

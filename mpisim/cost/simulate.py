@@ -347,7 +347,7 @@ class _Clock:
         pair = (rank, op.peer)
         start = max(self.now[rank], self.free.get(pair, 0))
         rate, size = self.link.bytes_per_s, self.message_bytes(op)
-        self.free[pair] = start + (size / rate if rate else 0)
+        self.free[pair] = start + (Fraction(size) / rate if rate else 0)
         self.left[_KINDS[type(op)], op.boundary, op.micro, *pair] = self.free[pair]
 
     def _ready(self, rank: int, op: Op) -> Number | None:

@@ -15,7 +15,7 @@ keeps a shard only, the whole is made before it is needed and freed after (`open
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -213,6 +213,31 @@ class BucketStore:
         if self.policy.has_master:
             for piece in self.pieces:
                 yield f"master of {piece.name}", self.master[piece.lo : piece.hi]
+
+    def assign(self, values: Mapping[str, np.ndarray]) -> None:
+        """Write parameters, given whole by name, into whatever part of them the rank keeps.
+
+        Parameters
+        ----------
+        values : mapping of str to ndarray
+            float64 or float32; names of other buckets are passed over.
+        """
+        for piece in self.pieces:
+            if piece.name in values:
+                flat = values[piece.name].reshape(-1)
+                part = flat[piece.start : piece.start + piece.hi - piece.lo]
+                self.master[piece.lo : piece.hi] = part
+                if self.policy.has_master:
+                    self.own_working[piece.lo : piece.hi] = self._rounded(part)
+        if self.zero < 3:
+            for name, (lo, hi) in self.offsets.items():
+                if name in values:
+                    self.working[lo:hi] = self._rounded(values[name].reshape(-1))
+
+    def _rounded(self, values: np.ndarray) -> np.ndarray:
+        # 16-bit weights are the rounded float32 ones, as when they are drawn.
+        wide = values if self.policy.compute_dtype.itemsize > 2 else values.astype(np.float32)
+        return wide.astype(self.policy.compute_dtype)
 
     # Gradients ----------------------------------------------------------------------------
 

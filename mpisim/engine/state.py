@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from mpisim.comm.communicator import Communicator
 from mpisim.comm.transport import Transport
 from mpisim.config.schema import OptimizerSection
 from mpisim.data.batch import Batch
-from mpisim.engine.buckets import BucketStore
+from mpisim.engine.buckets import BucketStore, FillParam
 from mpisim.engine.loss_scale import LossScale
 from mpisim.engine.meter import StepMeter
 from mpisim.engine.watch import MemoryWatch
@@ -145,6 +146,8 @@ class EngineState:
         Names of the blocks that the rank holds, in forward order; by default all.
     wrap : callable of (EngineState, Block) to Block, optional
         What stands in for a block; by default the block itself.
+    fill : callable, optional
+        Writes first values of parameters: see `buckets.FillParam`; by default random ones.
     residuals : dict of int to tuple of int, optional
         Boundary -> shape of the gradients sent over it whose losses are made up for by the next
         ones; by default nothing is.
@@ -187,8 +190,10 @@ class EngineState:
         budget_bytes: int = 0,
         blocks: Sequence[str] = (),
         wrap: Callable[[EngineState, Block], Block] | None = None,
+        fill: FillParam | None = None,
         residuals: Mapping[int, tuple[int, ...]] | None = None,
     ) -> None:
+        self._fill = fill or partial(fill_param, model, seed)
         self.model, self.mesh, self.optimizer = model, mesh, optimizer
         self.policy, self.seed = policy, seed
         self.zero = zero
@@ -251,6 +256,8 @@ class EngineState:
         out, before clipping."""
         self.observe_draws: Callable[[int, int], None] | None = None
         """Called with start and end of every range of dropout words that is drawn."""
+        self.observe_boundary: Callable[[int, np.ndarray], None] | None = None
+        """Called with boundary and tensor of every activation that is sent or received."""
         self.observe_op: Callable[[Op], None] | None = None
         """Called after every op of a step; tests plant faults here."""
 
@@ -335,9 +342,6 @@ class EngineState:
         self.params, self.master = in_order["params"], in_order["master"]
         self.grads = in_order["grads"]
         self.moments = {name: moments[name] for name in order if name in moments}
-
-    def _fill(self, name: str, out: np.ndarray, lo: int) -> None:
-        fill_param(self.model, self.seed, name, out, lo)
 
     def _reserve_scratch(self, buckets: tuple[Bucket, ...]) -> None:
         """Allocate once what the sums of all buckets will share."""

@@ -56,6 +56,8 @@ class Plan:
     stages: tuple[tuple[str, ...], ...] = ()
     """Blocks per stage of the pipeline; stage s is on place s mod pp of axis pp. Empty: one stage
     of all blocks."""
+    tag: str = ""
+    """Part of the name where there are several plans of a kind."""
 
     def length(self, rank: int, micro: int) -> int | None:
         """Return the tokens per row of a microbatch; None: the model's full width."""
@@ -88,7 +90,8 @@ class Plan:
         suffix = "" if even else f"-of-{sum(map(sum, self.rows[:: self.mesh.pp]))}"
         if self.lengths:
             suffix += "-by-" + "-".join(",".join(map(str, counts)) for counts in self.lengths)
-        return f"{self.kind}-{len(self.rows)}x{len(self.rows[0])}x{largest}{suffix}"
+        kind = f"{self.kind}-{self.tag}" if self.tag else self.kind
+        return f"{kind}-{len(self.rows)}x{len(self.rows[0])}x{largest}{suffix}"
 
 
 @dataclass(frozen=True)
@@ -243,6 +246,7 @@ def build_eval_plan(
     prefetch: bool = False,
     param_dtype: str = "float32",
     pipeline: Pipeline | None = None,
+    tag: str = "",
 ) -> Plan:
     """Return the plan of one held-out evaluation: forwards, then one sum over all ranks.
 
@@ -256,7 +260,7 @@ def build_eval_plan(
     places = {block: s % mesh.pp for s, names in enumerate(stages) for block in names}
     draft = Plan(
         "eval", mesh, dtype, algorithm, rows, blocks, buckets, (), (), zero, param_dtype,
-        pipeline.stages,
+        pipeline.stages, tag,
     )  # fmt: skip
     ranks = []
     for rank, counts in enumerate(rows):

@@ -16,6 +16,7 @@ from mpisim.plan.partition import Bucket
 
 _FIRST_LINE = "mpisim plan 1"
 _HEAD = ("kind", "mesh", "dtype", "algorithm", "zero", "params", "blocks")
+_OPTIONAL = ("tag",)
 
 
 def op_text(op: Op) -> str:
@@ -47,6 +48,8 @@ def plan_text(plan: Plan) -> str:
         f"params {plan.param_dtype}",
         "blocks " + " ".join(plan.blocks),
     ]
+    if plan.tag:
+        lines.append(f"tag {plan.tag}")
     if plan.stages:
         lines.append("stages " + " ".join(map(",".join, plan.stages)))
     lines += map(_bucket_text, plan.buckets)
@@ -99,7 +102,7 @@ def parse_plan(text: str) -> Plan:
                 lengths += [] if given is None else [given]
                 again = _rank_text(len(ranks), rows[-1], given)
                 ranks.append([])
-            elif word in _HEAD and word not in head:
+            elif word in (*_HEAD, *_OPTIONAL) and word not in head:
                 head[word] = rest
                 if word == "mesh":
                     degrees = dict(pair.split("=") for pair in rest.split())
@@ -125,7 +128,7 @@ def parse_plan(text: str) -> Plan:
     return Plan(
         head["kind"], mesh, head["dtype"], head["algorithm"], tuple(rows),
         tuple(head["blocks"].split()), tuple(buckets), tuple(map(tuple, ranks)), tuple(lengths),
-        int(head["zero"]), head["params"], tuple(stages),
+        int(head["zero"]), head["params"], tuple(stages), head.get("tag", ""),
     )  # fmt: skip
 
 

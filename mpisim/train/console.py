@@ -87,6 +87,14 @@ class Console:
             f"{format_bytes(ranks['peak_total_bytes'][3]):>11}"
         )
 
+    def passed(self, result: dict[str, Any]) -> None:
+        """Print an evaluation that is not one of a step: see `History.passes`."""
+        top1 = f", top-1 {result['heldout_top1']:.1%}" if "heldout_top1" in result else ""
+        self._line(
+            f"{result['pass']}: held-out loss {result['heldout_loss']:.4f}{top1} "
+            f"({result['heldout_rows']} rows)"
+        )
+
     def evaluated(self, result: dict[str, Any], baselines: dict[str, Any]) -> None:
         """Show a held-out evaluation beside the baseline."""
         loss = result["heldout_loss"]

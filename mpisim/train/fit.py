@@ -104,6 +104,7 @@ def worst_forecast(
     plans = [setup.full_plan()]
     plans += [setup.train_plan(short_rows)] if short_rows else []
     plans += [setup.eval_plan(eval_rows)] if eval_rows else []
+    plans += [setup.eval_plan(eval_rows, base=True)] if eval_rows and setup.compresses else []
     worst: WorstForecast | None = None
     for plan in plans:
         seen = set()

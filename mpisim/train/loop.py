@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mpisim.comm.communicator import check_drained
 from mpisim.comm.emulated import EmulatedTransport
 from mpisim.comm.transport import Transport
 from mpisim.config.schema import RunConfig
+from mpisim.data.batch import Batch
 from mpisim.data.load import Dataset, load_data
 from mpisim.data.sampler import Sampler, microbatch_bounds, shard_rows, spread_indices
 from mpisim.engine.state import EngineState, StepState
@@ -23,9 +25,11 @@ from mpisim.engine.step import Engine
 from mpisim.errors import ConfigError, MemoryBudgetExceeded, MpisimError
 from mpisim.launch import Job
 from mpisim.layouts.metrics import MEMORY_CATEGORIES, METRIC_NAMES
-from mpisim.memory.tracker import open_tracker, resident_bytes
+from mpisim.memory.tracker import Tracker, open_tracker, resident_bytes
+from mpisim.nn.params import fill_param
 from mpisim.plan.build import Plan
 from mpisim.trace.recorder import Recorder
+from mpisim.train.calibrate import start_bottlenecks
 from mpisim.train.clock import clock_offset_s, host_name
 from mpisim.train.console import Console
 from mpisim.train.excess import record_excess
@@ -33,6 +37,7 @@ from mpisim.train.fit import DRAWING, require_fit, sizes_of
 from mpisim.train.record import run_record
 from mpisim.train.rundir import check_run_dir, create_run_dir, run_dir_of, write_json
 from mpisim.train.setup import Setup
+from mpisim.train.stage_reader import StageReader
 from mpisim.train.summary import (
     History,
     assert_replicas_equal,
@@ -41,6 +46,10 @@ from mpisim.train.summary import (
     write_summary,
     write_weights,
 )
+from mpisim.train.weights import compare_names
+
+READ_BYTES = 1 << 16
+"""Working space while the weights to start from are read."""
 
 
 def train_rank(config: RunConfig, job: Job, *, overwrite: bool = False) -> None:
@@ -103,7 +112,7 @@ def train_on(
         try:
             # Before the budget holds: figures about the data are no part of the training.
             history = History(data.baselines() if transport.rank == 0 else {})
-            state = setup.build_state(transport, recorder, data.nbytes, tracker)
+            state = build_state(transport, setup, recorder, data.nbytes, tracker)
             trainer = _Trainer(transport, setup, job, data, sampler, state, run_dir, history)
             trainer.resident_start_bytes = resident_start
             try:
@@ -136,6 +145,38 @@ def over_cluster(transport: Transport, config: RunConfig) -> Transport:
         transport, cluster.latency_s, cluster.bytes_per_s,
         synchronous=config.comm.synchronous_sends,
     )  # fmt: skip
+
+
+def build_state(
+    transport: Transport, setup: Setup, recorder: Recorder, data_bytes: int, tracker: Tracker
+) -> EngineState:
+    """Return what a rank owns at the start, with the weights that the config says.
+
+    Raises
+    ------
+    CheckpointError
+        The weights to start from are damaged, or not those of this model.
+    """
+    source = setup.config.run.init_from
+    if source is None:
+        return setup.build_state(transport, recorder, data_bytes, tracker)
+    # Outside NumPy: reading is no part of the memory that the run is measured by.
+    scratch = np.frombuffer(bytearray(READ_BYTES), np.uint8)
+    with StageReader(source, scratch) as reader:
+        known = setup.base_model.param_specs()
+        compare_names(
+            reader.path, {name: place.shape for name, place in reader.places.items()},
+            {spec.name: spec.shape for spec in known},
+        )  # fmt: skip
+        names = {spec.name for spec in known}
+
+        def fill(name: str, out: np.ndarray, lo: int) -> None:
+            if name in names:
+                reader.fill(name, out, lo)
+            else:
+                fill_param(setup.model, setup.config.run.seed, name, out, lo)
+
+        return setup.build_state(transport, recorder, data_bytes, tracker, fill)
 
 
 class _Trainer:
@@ -185,6 +226,7 @@ class _Trainer:
         steps, every = self.config.train.steps, self.config.train.eval_every
         if self.console is not None:
             self.console.start(self.history.baselines, self.data.record(), self.setup)
+        self._compare_before()
         before = time.perf_counter()
         for step in range(steps):
             self.job.step = step
@@ -197,6 +239,37 @@ class _Trainer:
             if (every and (step + 1) % every == 0) or step == steps - 1:
                 self._evaluate(step)
                 before = time.perf_counter()
+        if self.setup.compresses and self.history.evaluations:
+            self._note_pass("trained", self.history.evaluations[-1])
+
+    def _compare_before(self) -> None:
+        """Start the bottlenecks, and evaluate without compressors and with them, untrained."""
+        setup = self.setup
+        if not setup.compresses:
+            return
+        if setup.config.compute.mode == "real":
+            self._note_pass("base", self._measure_heldout(None, base=True))
+        if setup.config.compression.bottleneck:
+            start_bottlenecks(self.transport, setup, self.state, self._run_base)
+        if setup.config.compute.mode == "real":
+            self._note_pass("calibrated", self._measure_heldout(None))
+
+    def _note_pass(self, name: str, result: dict[str, Any] | None) -> None:
+        if result is None:
+            return
+        result = {"pass": name} | {key: value for key, value in result.items() if key != "step"}
+        self.history.passes.append(result)
+        if self.is_root:
+            self.console.passed(result)
+
+    def _run_base(self) -> int:
+        """Run the model without compressors over the first training rows; returns their number."""
+        width = self.config.data.window if self.setup.model.has_token_targets else 1
+        rows = -(-self.config.compression.calibration_tokens // width)
+        rows = min(max(rows, self.setup.mesh.dp), self.data.num_train)
+        plan = self.setup.eval_plan(rows, base=True)
+        self._run_forward(plan, rows, 0, np.arange, self.data.train_batch)
+        return rows * width
 
     def _predict_temps(self, plan: Plan) -> list[int]:
         return self.setup.forecast(plan, self.transport.rank, self.data.nbytes).op_temps
@@ -223,25 +296,58 @@ class _Trainer:
         return current
 
     def _evaluate(self, step: int) -> None:
-        num_rows = min(self.config.train.eval_rows or self.data.num_heldout, self.data.num_heldout)
-        if not num_rows:
+        result = self._measure_heldout(step)
+        if result is None:
             return
-        plan = self.setup.eval_plan(num_rows)
+        self.history.evaluations.append(result)
+        if self.is_root:
+            self.metrics_file.write(json.dumps(result) + "\n")
+            self.metrics_file.flush()
+            self.console.evaluated(result, self.history.baselines)
+
+    def _run_forward(
+        self,
+        plan: Plan,
+        num_rows: int,
+        step: int,
+        choose: Callable[[int, int], np.ndarray],
+        load: Callable[[np.ndarray], Batch],
+    ) -> StepState:
+        """Run a forward-only plan over rows; ``choose(lo, hi)`` gives the numbers of a replica's.
+
+        ``load(numbers)`` gives the rows themselves.
+        """
         lo, hi = self._my_rows(num_rows)
         self.state.watch.begin(DRAWING)
-        indices = spread_indices(self.data.num_heldout, num_rows, lo, hi)
+        indices = choose(lo, hi)
         self.state.ledger.hold("data", indices)
         rows = plan.rows[self.transport.rank]
         bounds = microbatch_bounds(0, hi - lo, len(rows))
         current = self.engine.evaluate(
-            plan, step, lambda m: self.data.heldout_batch(indices[bounds[m] : bounds[m + 1]])
+            plan, step, lambda m: load(indices[bounds[m] : bounds[m + 1]])
         )
         self.state.ledger.drop(indices)
         self.history.count_run(plan)
+        return current
+
+    def _measure_heldout(self, step: int | None, base: bool = False) -> dict[str, Any] | None:
+        """Evaluate the held-out rows, with what compresses or without; None if there are none.
+
+        `step` None: before the first step.
+        """
+        num_rows = min(self.config.train.eval_rows or self.data.num_heldout, self.data.num_heldout)
+        if not num_rows:
+            return None
+        current = self._run_forward(
+            self.setup.eval_plan(num_rows, base), num_rows, step or 0,
+            lambda lo, hi: spread_indices(self.data.num_heldout, num_rows, lo, hi),
+            self.data.heldout_batch,
+        )  # fmt: skip
         if not math.isfinite(current.global_loss_sum):
+            when = "before the first step" if step is None else f"after step {step}"
             raise MpisimError(
-                f"the held-out loss must be finite; got a sum of {current.global_loss_sum} after "
-                f"step {step}. Lower optimizer.lr or set optimizer.clip_norm."
+                f"the held-out loss must be finite; got a sum of {current.global_loss_sum} {when}. "
+                f"Lower optimizer.lr or set optimizer.clip_norm."
             )
         loss = current.global_loss_sum / current.global_targets
         result = {
@@ -257,11 +363,7 @@ class _Trainer:
             if num_bytes := self._heldout_bytes(num_rows):
                 nats_per_byte = current.global_loss_sum / num_bytes
                 result["heldout_bits_per_byte"] = nats_per_byte / math.log(2.0)
-        self.history.evaluations.append(result)
-        if self.is_root:
-            self.metrics_file.write(json.dumps(result) + "\n")
-            self.metrics_file.flush()
-            self.console.evaluated(result, self.history.baselines)
+        return result
 
     def _heldout_bytes(self, num_rows: int) -> int:
         """Return the evaluated targets that are bytes; every evaluation has the same rows."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mpisim.config.schema import RunConfig
 from mpisim.errors import ConfigError
 from mpisim.layouts.codecs import check_codec, codec_spec
 from mpisim.layouts.specs import BlockSpec
 from mpisim.mesh import Mesh
+from mpisim.nn.bottleneck import decode_name, encode_name, insert_bottlenecks
+from mpisim.nn.models import Model
 from mpisim.nn.precision import Policy
 from mpisim.plan.build import Pipeline
 from mpisim.plan.partition import block_costs, split_evenly
@@ -61,6 +65,35 @@ def build_pipeline(
         stages.append(tuple(names[at : at + count]))
         at += count
     return Pipeline(tuple(stages), parallel.schedule, *codecs.values())
+
+
+def with_bottlenecks(
+    config: RunConfig, model: Model, pipeline: Pipeline
+) -> tuple[Model, Pipeline]:
+    """Return the model with a bottleneck at every boundary, and its stages.
+
+    Raises
+    ------
+    ConfigError
+        The width does not fit the activations.
+    """
+    compression = config.compression
+    kind = "layernorm" if compression.start == "layernorm" else "calibrated"
+    ends = {boundary: stage[-1] for boundary, stage in enumerate(pipeline.stages[:-1])}
+    try:
+        narrow = insert_bottlenecks(model, ends, compression.bottleneck, kind)
+    except ConfigError as error:
+        raise ConfigError(f"compression.bottleneck: {error}") from None
+    last = len(pipeline.stages) - 1
+    stages = tuple(
+        (
+            *([decode_name(number - 1)] if number else []),
+            *stage,
+            *([encode_name(number)] if number < last else []),
+        )
+        for number, stage in enumerate(pipeline.stages)
+    )
+    return narrow, replace(pipeline, stages=stages)
 
 
 def _block_counts(

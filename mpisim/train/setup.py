@@ -16,6 +16,7 @@ from mpisim.data.footprint import held_batch_bytes, sampling_bytes
 from mpisim.data.load import check_data_section
 from mpisim.data.sampler import microbatch_bounds, shard_rows
 from mpisim.data.tokenizer import VOCAB_SIZE
+from mpisim.engine.buckets import FillParam
 from mpisim.engine.emulate import EmulatedBlock
 from mpisim.engine.loss_scale import LossScale
 from mpisim.engine.state import SCRATCH_BYTES, EngineState, num_optimizer_arrays
@@ -29,13 +30,13 @@ from mpisim.nn.decoder import build_decoder
 from mpisim.nn.kernels import Kernels, prepare_kernels, resolve_kernels
 from mpisim.nn.models import Model, build_mlp
 from mpisim.nn.precision import loss_scale_kind, policy_of
-from mpisim.plan.build import Plan, build_eval_plan, build_train_plan
+from mpisim.plan.build import Pipeline, Plan, build_eval_plan, build_train_plan
 from mpisim.plan.check import check_plan
 from mpisim.plan.forecast import Itemsizes, MemoryForecast, predict_memory
 from mpisim.plan.ops import SendGrad
 from mpisim.trace.recorder import Recorder
 from mpisim.train.extensions import MODELS, load_extensions, require_names
-from mpisim.train.pipeline import build_pipeline
+from mpisim.train.pipeline import build_pipeline, with_bottlenecks
 from mpisim.units import format_bytes
 
 EVAL_ROWS_PER_FORWARD = 1024
@@ -106,13 +107,20 @@ class Setup:
                 f"{batch} with {self.mesh.dp} * {config.train.num_microbatches} = {pieces}. Set "
                 f"train.global_batch = {lower} or change the number of ranks."
             )
-        self.model = build_model(config)
+        self.base_model = build_model(config)
+        """The model without bottlenecks."""
+        self.model = self.base_model
         self._check_shards(self.mesh.dp)
         self.policy = policy_of(config.model.dtype, config.precision)
         self.loss_scale()
-        self._specs: dict[tuple[int, int | None, str], tuple[BlockSpec, ...]] = {}
+        self._specs: dict[tuple[int, int | None, str, bool], tuple[BlockSpec, ...]] = {}
         self._plans: dict[tuple, Plan] = {}
-        self.pipeline = build_pipeline(config, self.mesh, self.specs(1), self.policy)
+        self.base_pipeline = build_pipeline(config, self.mesh, self.specs(1), self.policy)
+        """Stages without bottlenecks, codecs included."""
+        self.pipeline = self.base_pipeline
+        if config.compression.bottleneck and self.mesh.pp > 1:
+            self.model, self.pipeline = with_bottlenecks(config, self.model, self.base_pipeline)
+            self._specs.clear()
 
     def _check_shards(self, num_ranks: int) -> None:
         """Refuse to share out over the `num_ranks` ranks of axis dp what cannot be."""
@@ -138,17 +146,27 @@ class Setup:
         self._specs = other._specs
 
     def specs(
-        self, rows: int, length: int | None = None, kind: str = "train"
+        self, rows: int, length: int | None = None, kind: str = "train", base: bool = False
     ) -> tuple[BlockSpec, ...]:
         """Return the block specs for a microbatch of `rows` rows, `length` tokens long.
 
-        `kind` is that of the plan: nothing is dropped out while evaluating.
+        `kind` is that of the plan: nothing is dropped out while evaluating. `base`: those of the
+        model without bottlenecks.
         """
-        found = self._specs.get((rows, length, kind))
+        base = base and self.model is not self.base_model
+        found = self._specs.get((rows, length, kind, base))
         if found is None:
-            found = self.model.spec(rows, self.policy.compute_dtype, length, self._conditions(kind))
-            self._specs[rows, length, kind] = found
+            model = self.base_model if base else self.model
+            found = model.spec(rows, self.policy.compute_dtype, length, self._conditions(kind))
+            self._specs[rows, length, kind, base] = found
         return found
+
+    @property
+    def compresses(self) -> bool:
+        """Whether activations that cross a boundary are changed on the way."""
+        compression = self.config.compression
+        changed = compression.bottleneck > 0 or compression.activations != "none"
+        return self.mesh.pp > 1 and changed
 
     def _conditions(self, kind: str) -> Conditions:
         config = self.config
@@ -186,6 +204,7 @@ class Setup:
         recorder: Recorder,
         data_bytes: int = 0,
         tracker: Tracker | None = None,
+        fill: FillParam | None = None,
     ) -> EngineState:
         """Return what a rank owns at the start of a run; compiles the kernels if need be.
 
@@ -197,6 +216,8 @@ class Setup:
             Bytes that the loaded data set keeps.
         tracker : Tracker, optional
             Measures NumPy's memory; by default nothing does.
+        fill : callable, optional
+            Writes first values of parameters; by default random ones.
         """
         config = self.config
         return EngineState(
@@ -207,7 +228,7 @@ class Setup:
             loss_scale=self.loss_scale(), kernels=self.kernels(), tracker=tracker,
             budget_bytes=config.memory.budget_bytes,
             blocks=self.full_plan().rank_blocks(transport.rank),
-            wrap=self._stand_in(transport),
+            wrap=self._stand_in(transport), fill=fill,
             residuals=self.residuals(transport.rank),
         )  # fmt: skip
 
@@ -282,9 +303,13 @@ class Setup:
         """Return the plan of an update with the whole global batch."""
         return self.train_plan(self.config.train.global_batch)
 
-    def eval_plan(self, num_rows: int) -> Plan:
-        """Return the checked plan of an evaluation of `num_rows` held-out rows."""
-        key = ("eval", num_rows)
+    def eval_plan(self, num_rows: int, base: bool = False) -> Plan:
+        """Return the checked plan of an evaluation of `num_rows` rows.
+
+        `base`: without compressors, neither bottlenecks nor codecs.
+        """
+        base = base and self.compresses
+        key = ("eval", num_rows, base)
         if key not in self._plans:
             most = -(-num_rows // self.mesh.dp)
 
@@ -294,15 +319,20 @@ class Setup:
                 return max(1, -(-mine // self._rows_per_eval()))
 
             plan = build_eval_plan(
-                mesh=self.mesh, specs=self.specs, rows=self._rows(num_rows, pieces),
+                mesh=self.mesh, specs=partial(self.specs, base=base),
+                rows=self._rows(num_rows, pieces), tag="base" * base,
                 dtype=self.policy.wire, algorithm=self.config.comm.algorithm,
                 buckets=self.full_plan().buckets, zero=self.config.parallel.zero,
                 prefetch=self.config.parallel.prefetch, param_dtype=self.policy.compute,
-                pipeline=self.pipeline,
+                pipeline=self._plain_pipeline if base else self.pipeline,
             )  # fmt: skip
             check_plan(plan)
             self._plans[key] = plan
         return self._plans[key]
+
+    @property
+    def _plain_pipeline(self) -> Pipeline:
+        return replace(self.base_pipeline, activation_codec="none", grad_codec="none")
 
     def _rows_per_eval(self) -> int:
         if self.config.memory.budget_bytes:
@@ -319,7 +349,8 @@ class Setup:
         kept = {"inputs": plan.blocks[0] in blocks, "targets": plan.blocks[-1] in blocks}
         itemsize = self.policy.compute_dtype.itemsize
         return predict_memory(
-            plan, rank, partial(self.specs, kind=plan.kind), itemsizes=self.itemsizes,
+            plan, rank, partial(self.specs, kind=plan.kind, base=plan.tag == "base"),
+            itemsizes=self.itemsizes,
             optimizer_arrays=num_optimizer_arrays(optimizer.kind, optimizer.momentum),
             scratch_bytes=SCRATCH_BYTES + self.model.tables_bytes(self.policy.compute_dtype),
             batch_bytes=lambda rows, length: held_batch_bytes(self.config, rows, length, **kept),

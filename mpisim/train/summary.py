@@ -45,6 +45,8 @@ class History:
     first_loss: float = math.nan
     last_loss: float = math.nan
     evaluations: list[dict[str, float]] = field(default_factory=list)
+    passes: list[dict[str, Any]] = field(default_factory=list)
+    """Evaluations without compressors, with them untrained, and trained; empty without any."""
     plan_runs: PlanRuns = field(default_factory=dict)
 
     def count_run(self, plan: Plan, committed: bool = True) -> None:
@@ -169,6 +171,7 @@ def write_summary(
             "baselines": history.baselines,
             "primary_baseline": data.primary_baseline,
             "evaluations": history.evaluations,
+            "passes": history.passes,
             "plans": history.times(),
             "bytes_matrix": matrix,
             "predicted_bytes_matrix": _predicted_matrix(runs, len(totals)),

@@ -1,0 +1,420 @@
+"""A run's stages: what each holds, how long it waited, and what its schedule alone would cost.
+
+    layout_of     mesh, schedule and microbatches, as recorded
+    stage_blocks  blocks of every coordinate of axis pp
+    stage_rows    section ``pipeline`` (one row) and ``stages`` (one per coordinate)
+
+Three figures stand beside each other: the idle share that the schedule has by its closed form, if
+all stages were equal; that of a *replay*, the run's own ops on a clock (`cost.simulate`) with the
+compute times that were measured and messages that take no time; and the measured one. From the
+first to the second it is the balance of the stages, from the second to the third the messages.
+
+Imported for pipelines only: this reads traces, so it needs NumPy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpisim.cost.bubbles import closed_form
+from mpisim.cost.simulate import PlanTimeline, simulate_plan
+from mpisim.errors import ConfigError, MpisimError
+from mpisim.plan.build import Plan
+from mpisim.plan.check_pipeline import in_flight
+from mpisim.plan.ops import Op
+from mpisim.plan.schedules import find_schedule
+from mpisim.plan.text import op_text, parse_plan
+from mpisim.report.load import Layout, Run, layout_of
+from mpisim.report.traces import TRAIN, read_traces
+from mpisim.trace.store import RankTrace, expand_ops
+
+Row = dict[str, Any]
+
+RECEIVES = ("RecvActivation", "RecvGrad", "ExchangeTied")
+SENDS = ("SendActivation", "SendGrad")
+
+
+@dataclass
+class RankTimes:
+    """Where the time of one rank's training steps went, mean per step in seconds.
+
+    Of the steps without warm-up; the gather of the figures at the end of a step is left out.
+    """
+
+    step_s: float
+    compute_s: float
+    """In ops that never wait."""
+    wait_s: dict[str, float] = field(default_factory=dict)
+    """``receive`` (messages of axis pp), ``send``, ``dp``, ``control`` (all ranks)."""
+    op_s: dict[str, float] = field(default_factory=dict)
+    """Text of an op that never waits -> seconds, mean over its runs."""
+
+
+def stage_blocks(run: Run, traces: Iterable[RankTrace]) -> dict[int, tuple[tuple[str, ...], ...]]:
+    """Return the blocks of each coordinate of axis pp, one tuple per chunk it holds.
+
+    Read off the traced plans; without traces off the list of the weights, where chunks are one.
+    """
+    layout = layout_of(run)
+    stages = traced_stages(traces, layout)
+    if len(stages) == layout.pp * layout.chunks:
+        return {
+            place: tuple(stages[s] for s in range(place, len(stages), layout.pp))
+            for place in range(layout.pp)
+        }
+    try:
+        text = (run.path / "weights" / "manifest.json").read_text(encoding="utf-8")
+        return {
+            int(entry["stage"]): (tuple(map(str, entry["blocks"])),)
+            for entry in json.loads(text)["stages"]
+        }
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def traced_stages(traces: Iterable[RankTrace], layout: Layout) -> dict[int, tuple[str, ...]]:
+    """Return the blocks of each stage that some rank's first training plan shows, by its number.
+
+    The blocks of a forward that is sent over boundary s are those of stage s; what is sent nowhere
+    is the last stage's.
+    """
+    last = layout.pp * layout.chunks - 1
+    stages: dict[int, tuple[str, ...]] = {}
+    for trace in traces:
+        plan = next((plan for plan in trace.plans.values() if plan.name.startswith(TRAIN)), None)
+        if plan is None:
+            continue
+        blocks: list[str] = []
+        micro = ""
+        for kind, text in zip(plan.kinds, plan.texts, strict=True):
+            words = op_fields(text)
+            ends = kind == "SendActivation" or (kind == "Forward" and words["micro"] != micro)
+            if blocks and (ends or kind == "RecvActivation"):
+                stage = int(words["boundary"]) if kind == "SendActivation" else last
+                stages.setdefault(stage, tuple(blocks))
+                blocks = []
+            if kind == "Forward":
+                blocks.append(words["block"])
+                micro = words["micro"]
+        if blocks:
+            stages.setdefault(last, tuple(blocks))
+    return dict(sorted(stages.items()))
+
+
+def op_fields(text: str) -> dict[str, str]:
+    """Return the fields of an op's text.
+
+    Examples
+    --------
+    >>> op_fields("WaitSend boundary=0 micro=3 peer=1 kind=grad")["micro"]
+    '3'
+    """
+    return dict(pair.split("=", 1) for pair in text.split()[1:] if "=" in pair)
+
+
+def stage_rows(run: Run) -> list[Row]:
+    """Return the sections ``pipeline`` and ``stages`` of a run; none for one stage."""
+    layout = layout_of(run)
+    if layout.pp == 1:
+        return []
+    traces, _ = read_traces(run.path)
+    times = {trace.rank: made for trace in traces if (made := rank_times(trace, run.warmup_steps))}
+    blocks = stage_blocks(run, traces)
+    plan = _traced_plan(layout, traces, blocks)
+    played = _replay(plan, times) if plan is not None else None
+    if len(times) < run.num_ranks:
+        times = {}
+    measured = {rank: _shares(made) for rank, made in times.items()}
+    source = "trace"
+    if not times:
+        source, measured = "summary.json", _summary_shares(run)
+    rows = [
+        _stage_row(run, place, blocks.get(place, ()), measured, times, plan, played)
+        for place in range(layout.pp)
+    ]
+    idle = [row["idle_share"] for row in rows if row["idle_share"] is not None]
+    head = {
+        "section": "pipeline",
+        "dp": layout.dp,
+        "pp": layout.pp,
+        "schedule": layout.schedule,
+        "chunks": layout.chunks,
+        "microbatches": layout.num_microbatches,
+        "activation_codec": layout.activation_codec,
+        "grad_codec": layout.grad_codec,
+        "closed_form_bubble": _closed_form(layout),
+        "replayed_idle_share": None if played is None else float(played.stall_share),
+        "idle_share": sum(idle) / len(idle) if len(idle) == layout.pp else None,
+        "step_s": max((made.step_s for made in times.values()), default=None),
+        "replayed_step_s": None if played is None else float(played.step_s),
+        "source": source if measured else "",
+    }
+    return [head, *rows]
+
+
+def _stage_row(
+    run: Run,
+    place: int,
+    chunks: tuple[tuple[str, ...], ...],
+    measured: dict[int, dict[str, float]],
+    times: dict[int, RankTimes],
+    plan: Plan | None,
+    played: PlanTimeline | None,
+) -> Row:
+    layout = layout_of(run)
+    ranks = [rank for rank in range(run.num_ranks) if layout.stage_of(rank) == place]
+    entries = [e for e in (run.summary or {}).get("ranks", ()) if e["rank"] in ranks]
+    peak = max((e["memory"]["peak_total"] for e in entries), default=None)
+    predicted = max((e["predicted_memory"]["peak_total"] for e in entries), default=None)
+
+    def mean(values: list[float]) -> float | None:
+        return sum(values) / len(values) if values else None
+
+    def share(cause: str) -> float | None:
+        return mean([measured[rank][cause] for rank in ranks if rank in measured])
+
+    alone = None
+    if played is not None and played.step_s:
+        waits = [played.waits[rank] for rank in ranks]
+        alone = mean([float((w["receive"] + w["end"]) / played.step_s) for w in waits])
+    receive, control = share("receive"), share("control")
+    return {
+        "section": "stages",
+        "stage": place,
+        "ranks": len(ranks),
+        "first_rank": ranks[0],
+        "blocks": " + ".join(",".join(blocks) for blocks in chunks) or None,
+        "num_blocks": sum(map(len, chunks)) or None,
+        "in_flight": _in_flight(layout, place, plan),
+        "peak_bytes": peak,
+        "predicted_peak_bytes": predicted,
+        "difference_bytes": None if peak is None else peak - predicted,
+        "compute_s": mean([times[rank].compute_s for rank in ranks if rank in times]),
+        "compute_share": mean(
+            [times[rank].compute_s / times[rank].step_s for rank in ranks if rank in times]
+        ),
+        "receive_share": receive,
+        "send_share": share("send"),
+        "dp_share": share("dp"),
+        "control_share": control,
+        "idle_share": None if receive is None else receive + control,
+        "replayed_idle_share": alone,
+    }
+
+
+def _closed_form(layout: Layout) -> float | None:
+    found = closed_form(layout.schedule, layout.pp, layout.num_microbatches, layout.chunks)
+    return None if found is None else float(found)
+
+
+def _in_flight(layout: Layout, place: int, plan: Plan | None) -> int | None:
+    """Return the most microbatches that a stage keeps, by its plan; without one, by schedule."""
+    if plan is not None:
+        return in_flight(plan, place)
+    try:
+        ops = find_schedule(layout.schedule).compute_list(
+            layout.pp, place, layout.num_microbatches, layout.chunks
+        )
+    except (ConfigError, AttributeError, TypeError):
+        return None
+    live = most = 0
+    ends = "W" if any("Weight" in type(op).__name__ for op in ops) else "B"
+    for op in ops:
+        name = type(op).__name__
+        live += name == "ForwardStage"
+        most = max(most, live)
+        live -= name == ("BackwardWeightStage" if ends == "W" else "BackwardStage")
+    return -(-most // layout.chunks)
+
+
+# Times --------------------------------------------------------------------------------------------
+
+
+def rank_times(trace: RankTrace, first_step: int) -> RankTimes | None:
+    """Return where a rank's time went in training steps from `first_step` on; None: none is whole.
+
+    A run that is no longer than its warm-up has no such steps: then all are taken.
+    """
+    whole = [
+        (step, ident, stamps)
+        for step, ident, stamps in trace.ops
+        if trace.plans[ident].name.startswith(TRAIN)
+        and len(stamps) == len(trace.plans[ident].kinds)
+    ]
+    chosen = [item for item in whole if item[0] >= first_step] or whole
+    if not chosen:
+        return None
+    total = RankTimes(0.0, 0.0, dict.fromkeys(("receive", "send", "dp", "control"), 0.0))
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for _, ident, stamps in chosen:
+        plan = trace.plans[ident]
+        spans = (stamps[:, 1] - stamps[:, 0]).tolist()
+        end = stamps[0, 0]
+        for kind, axis, text, span, stop in zip(
+            plan.kinds, plan.waits, plan.texts, spans, stamps[:, 1].tolist(), strict=True
+        ):
+            if kind == "GatherMetrics":
+                continue
+            end = max(end, stop)
+            if not axis:
+                total.compute_s += span
+                seconds[text].append(span)
+            else:
+                total.wait_s[_cause(kind, axis)] += span
+        total.step_s += float(end - stamps[0, 0])
+    count = len(chosen)
+    return RankTimes(
+        total.step_s / count,
+        total.compute_s / count,
+        {cause: spent / count for cause, spent in total.wait_s.items()},
+        {text: sum(spans) / len(spans) for text, spans in seconds.items()},
+    )
+
+
+def _cause(kind: str, axis: str) -> str:
+    if axis != "pp":
+        return axis
+    return "receive" if kind in RECEIVES else "send"
+
+
+def _shares(times: RankTimes) -> dict[str, float]:
+    return {cause: spent / (times.step_s or 1.0) for cause, spent in times.wait_s.items()}
+
+
+def _summary_shares(run: Run) -> dict[int, dict[str, float]]:
+    """Return the same off summary.json: of all steps, warm-up included."""
+    step_s = sum(row["step_s"] for row in run.steps)
+    if run.summary is None or step_s <= 0:
+        return {}
+    found = {}
+    for entry in run.summary["ranks"]:
+        shares = dict.fromkeys(("receive", "send", "dp", "control"), 0.0)
+        for name, seconds in entry["stall_s"].items():
+            axis, _, cause = name.partition(" ")
+            key = ("receive" if cause == "recv" else "send") if axis == "pp" else axis
+            shares[key] = shares.get(key, 0.0) + seconds / step_s
+        found[entry["rank"]] = shares
+    return found
+
+
+# Replay -------------------------------------------------------------------------------------------
+
+
+def _traced_plan(
+    layout: Layout, traces: list[RankTrace], blocks: dict[int, tuple[tuple[str, ...], ...]]
+) -> Plan | None:
+    """Return the first training plan as traced; None: a rank's part is missing, or not today's."""
+    parts = {}
+    for trace in traces:
+        plan = next((plan for plan in trace.plans.values() if plan.name.startswith(TRAIN)), None)
+        if plan is not None:
+            parts[trace.rank] = plan.texts
+    size = layout.dp * layout.pp
+    if set(parts) != set(range(size)) or any(len(c) != layout.chunks for c in blocks.values()):
+        return None
+    stages = [blocks[s % layout.pp][s // layout.pp] for s in range(layout.pp * layout.chunks)]
+    lines = [
+        "mpisim plan 1", "kind train", f"mesh dp={layout.dp} pp={layout.pp} tp=1", "dtype float32",
+        "algorithm auto", "zero 0", "params float32",
+        "blocks " + " ".join(name for stage in stages for name in stage),
+        "stages " + " ".join(map(",".join, stages)),
+    ]  # fmt: skip
+    for rank in range(size):
+        lines += [f"rank {rank} rows=", *(f"  {text}" for text in parts[rank])]
+    try:
+        return parse_plan("\n".join(lines) + "\n")
+    except MpisimError:  # ops of another version
+        return None
+
+
+def _replay(plan: Plan, times: dict[int, RankTimes]) -> PlanTimeline | None:
+    """Run the traced ops on a clock with measured compute times and messages that take none."""
+    if len(times) < len(plan.ranks):
+        return None
+
+    def seconds(rank: int, op: Op) -> float:
+        return times[rank].op_s.get(op_text(op), 0.0)
+
+    try:
+        return simulate_plan(plan, seconds)
+    except (MpisimError, KeyError, IndexError):
+        return None
+
+
+# Messages -----------------------------------------------------------------------------------------
+
+STAGE_MESSAGE_DTYPE = np.dtype(
+    [
+        ("step", "i4"),
+        ("plan", "i4"),
+        ("op_index", "i4"),
+        ("is_send", "?"),
+        ("peer", "i4"),
+        ("boundary", "i4"),
+        ("micro", "i4"),
+        ("is_grad", "?"),
+        ("occurrence", "i4"),
+        ("posted_s", "f8"),
+        ("completed_s", "f8"),
+    ]
+)
+"""One message between stages, one side of it. A send is complete when its WaitSend has ended, NaN
+if that never ran; `occurrence` counts runs of the same op within a step (evaluations)."""
+
+
+def expand_stage_messages(trace: RankTrace) -> np.ndarray:
+    """Return a rank's messages of axis pp as an array of `STAGE_MESSAGE_DTYPE`, in order."""
+    ops = expand_ops(trace)
+    found: list[tuple] = []
+    open_sends: dict[tuple, int] = {}
+    seen: dict[tuple, int] = {}
+    kept = {
+        ident: {
+            index: (kind, op_fields(text))
+            for index, (kind, text) in enumerate(zip(plan.kinds, plan.texts, strict=True))
+            if kind in SENDS or kind in RECEIVES[:2] or kind == "WaitSend"
+        }
+        for ident, plan in trace.plans.items()
+    }
+    columns = (ops[name].tolist() for name in ("step", "plan", "op_index", "start_s", "end_s"))
+    for step, ident, index, start, end in zip(*columns, strict=True):
+        if index not in kept[ident]:
+            continue
+        kind, words = kept[ident][index]
+        peer, boundary, micro = (int(words[name]) for name in ("peer", "boundary", "micro"))
+        if kind == "WaitSend":
+            place = open_sends.pop((peer, boundary, micro, words["kind"] == "grad"), None)
+            if place is not None:
+                found[place] = (*found[place][:-1], end)
+            continue
+        is_send, is_grad = kind in SENDS, kind.endswith("Grad")
+        train = trace.plans[ident].name.startswith(TRAIN)
+        key = (step, train, is_send, peer, boundary, micro, is_grad)
+        occurrence = seen.get(key, 0)
+        seen[key] = occurrence + 1
+        if is_send:
+            open_sends[peer, boundary, micro, is_grad] = len(found)
+        # Training and evaluation of one step are told apart by the sign.
+        number = occurrence if train else -1 - occurrence
+        found.append(
+            (
+                step, ident, index, is_send, peer, boundary, micro, is_grad, number, start,
+                np.nan if is_send else end,
+            )
+        )  # fmt: skip
+    return np.array(found, dtype=STAGE_MESSAGE_DTYPE)
+
+
+def stage_message_keys(rank: int, messages: np.ndarray) -> list[tuple]:
+    """Return a key per message that its two sides, and they alone, have in common."""
+    names = ("is_send", "peer", "step", "occurrence", "boundary", "micro", "is_grad")
+    return [
+        ((rank, peer) if is_send else (peer, rank), *rest)
+        for is_send, peer, *rest in zip(*(messages[name].tolist() for name in names), strict=True)
+    ]
