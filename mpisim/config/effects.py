@@ -42,7 +42,7 @@ def _unread(config: RunConfig) -> list[tuple[str, tuple[str, ...], str]]:
     unread: list[tuple[str, tuple[str, ...], str]] = []
     if config.model.kind == "decoder":
         unread.append(("model", ("hidden", "activation", "embed_dim"), "model.kind"))
-    else:
+    elif config.model.kind == "mlp":
         unread.append(("model", _DECODER, "model.kind"))
         unread.append(("data", ("layout",), "model.kind"))
         if config.memory.recompute == "selective":
@@ -76,6 +76,23 @@ def _unread(config: RunConfig) -> list[tuple[str, tuple[str, ...], str]]:
     if config.parallel.zero:
         # Shards come from rings only; the few numbers of the control group choose for themselves.
         unread.append(("comm", ("algorithm",), "parallel.zero"))
+    compression = config.compression
+    if config.parallel.pp == 1:
+        names = ("activations", "grads", "error_feedback", "bottleneck", "start",
+                 "calibration_tokens")  # fmt: skip
+        unread.append(("compression", names, "parallel.pp"))
+    else:
+        # Every block is summed by itself, so that the split changes no order of additions.
+        unread.append(("parallel", ("bucket_bytes",), "parallel.pp"))
+        if not compression.bottleneck:
+            names = ("start", "calibration_tokens")
+            unread.append(("compression", names, "compression.bottleneck"))
+        elif compression.start == "random":
+            unread.append(("compression", ("calibration_tokens",), "compression.start"))
+        if compression.grads == "none":
+            unread.append(("compression", ("error_feedback",), "compression.grads"))
+    if config.compute.mode == "real":
+        unread.append(("cluster", ("flops_per_s",), "compute.mode"))
     if not config.memory.budget_bytes:
         unread.append(("memory", ("static_check",), "memory.budget_bytes"))
     if config.memory.recompute != "full":

@@ -37,6 +37,9 @@ class RunSection(Section):
     """Folder that holds run directories; relative to where the command is started."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """Seeds parameters (by name) and the order of the data; the same on every rank."""
+    extensions: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Python files that register schedules, codecs, collectives, activations or models of yours;
+    relative to where the command is started. They are run on every rank."""
     init_from: str | None = None
     """Run directory, or weights file, whose weights to start from instead of random ones; each
     rank reads its own part only."""
@@ -322,9 +325,6 @@ class RunConfig(Section):
 
     version: Literal[1] = SCHEMA_VERSION
     """Version of this schema."""
-    extensions: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Python files that register schedules, codecs, collectives, activations or models of yours;
-    relative to where the command is started. They are run on every rank."""
     run: RunSection = RunSection()
     data: DataSection = DataSection()
     model: ModelSection = ModelSection()

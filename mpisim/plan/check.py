@@ -126,6 +126,15 @@ def _check_stages(plan: Plan) -> None:
             f"{plan.mesh.pp} places of axis pp; got {len(stages)} stages of {len(flat)} blocks. "
             f"Build the plan with plan.build."
         )
+    for rank in range(plan.mesh.size):
+        first = plan.mesh.group(rank, "pp")[0]
+        mine = plan.rows[rank], plan.lengths[rank] if plan.lengths else ()
+        theirs = plan.rows[first], plan.lengths[first] if plan.lengths else ()
+        if mine != theirs:
+            raise PlanError(
+                f"all stages of a replica must see the same rows; got {mine} on rank {rank} and "
+                f"{theirs} on rank {first}. Build the plan with plan.build."
+            )
 
 
 def _waits_for(state: RankState, states: list[RankState]) -> list[int]:

@@ -88,10 +88,12 @@ def waits_for_message(state: RankState, states: list[RankState]) -> list[int]:
     near = 0 <= op.peer < size and op.peer != state.rank
     require(state, near, f"the other side must be another rank in 0..{size - 1}")
     if isinstance(op, ExchangeTied):
-        other = states[op.peer].op
-        meets = isinstance(other, ExchangeTied) and other.peer == state.rank
-        # The first of the two to run has left its mark for the other.
-        return [] if meets or _twin_done(state, states[op.peer], op) else [op.peer]
+        other = _other_end(state, states[op.peer], op)
+        if other is None:
+            return [op.peer]
+        same = other.dtype == op.dtype
+        require(state, same, f"both ends must exchange one dtype, and not {other.dtype}, too")
+        return []
     if isinstance(op, WaitSend):
         waiting = state.frames.get((op.boundary, op.kind), [])
         require(state, op.micro in waiting, "a frame must be posted before it is waited for")
@@ -102,11 +104,14 @@ def waits_for_message(state: RankState, states: list[RankState]) -> list[int]:
     return [] if len(channel.sent) > len(channel.received) else [op.peer]
 
 
-def _twin_done(state: RankState, other: RankState, op: ExchangeTied) -> bool:
+def _other_end(state: RankState, other: RankState, op: ExchangeTied) -> ExchangeTied | None:
+    """Return the exchange of the other end, if that rank has come to it."""
     buckets = state.plan.buckets
     known = 0 <= op.bucket < len(buckets) and buckets[op.bucket].twin >= 0
     require(state, known, "a bucket whose ends are added up must have two")
-    return buckets[op.bucket].twin in other.exchanged
+    if isinstance(other.op, ExchangeTied) and other.op.peer == state.rank:
+        return other.op
+    return other.exchanged.get(buckets[op.bucket].twin)
 
 
 def find_cycle(plan: Plan, states: list[RankState], waits: dict[int, list[int]]) -> str:
@@ -288,7 +293,7 @@ def _exchange_tied(state: RankState, op: ExchangeTied) -> None:
         whole = all((b, m) in state.backwards for b in bucket.blocks for m in micros)
         require(state, whole, "two ends must be added up when all their gradients are there")
     require(state, op.count == count, f"an exchange must be of {count} elements")
-    state.exchanged.add(op.bucket)
+    state.exchanged[op.bucket] = op
 
 
 PIPELINE_RULES: dict[type[Op], Callable[[RankState, Any], None]] = {
@@ -309,7 +314,10 @@ def in_flight(plan: Plan, rank: int) -> int:
 
     From the first forward of a microbatch to the last op that reads what its forwards saved.
     Microbatches of different chunks count in parts: one that is alive in one of two chunks is half.
+    An evaluation keeps none.
     """
+    if plan.kind != "train":
+        return 0
     ends = {}
     ops = plan.ranks[rank]
     chunks = {block: c for c, blocks in enumerate(plan.chunks(rank)) for block in blocks}

@@ -95,6 +95,7 @@ def parse_plan(text: str) -> Plan:
                 again = _bucket_text(buckets[-1])
             elif word == "stages" and not stages:
                 stages += [tuple(names.split(",")) for names in rest.split()]
+                again = "stages " + " ".join(map(",".join, stages))
             elif word == "rank":
                 values = dict(pair.split("=") for pair in rest.split()[1:])
                 rows.append(_ints(values["rows"]))

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from mpisim.errors import PlanError
 from mpisim.plan.build import Plan
-from mpisim.plan.ops import ALL_MICROS, Op
+from mpisim.plan.ops import ALL_MICROS, ExchangeTied, Op
 from mpisim.plan.passes import batch_ends
 from mpisim.plan.text import op_text
 
@@ -56,8 +56,8 @@ class RankState:
     """Blocks whose input half of backward ran, and the weight half did not."""
     frames: dict[tuple[int, str], list[int]] = field(default_factory=dict)
     """(boundary, kind) -> microbatches whose frames were posted and not waited for."""
-    exchanged: set[int] = field(default_factory=set)
-    """Buckets whose two ends were added up."""
+    exchanged: dict[int, ExchangeTied] = field(default_factory=dict)
+    """Buckets whose two ends were added up, and the op that did it."""
 
     def __post_init__(self) -> None:
         self.blocks = self.plan.rank_blocks(self.rank)

@@ -58,6 +58,40 @@ class Run:
         return self.steps, 0
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How a run was laid out, as its record says; a run without stages has one."""
+
+    dp: int
+    pp: int
+    """Places on axis pp. A place holds `chunks` stages of the model."""
+    schedule: str
+    chunks: int
+    num_microbatches: int
+    activation_codec: str
+    grad_codec: str
+
+    def stage_of(self, rank: int) -> int:
+        """Return a rank's place on axis pp."""
+        return rank % self.pp
+
+
+def layout_of(run: Run) -> Layout:
+    """Return the layout of a run; what a run of an earlier version does not say is 1, or none."""
+    mesh, config = run.record.get("mesh") or {}, run.config
+    parallel, codecs = config.get("parallel") or {}, config.get("compression") or {}
+    pp = max(1, int(mesh.get("pp") or 1))
+    return Layout(
+        dp=int(mesh.get("dp") or run.num_ranks // pp),
+        pp=pp,
+        schedule=str(parallel.get("schedule", "1f1b")),
+        chunks=int(parallel.get("chunks") or 1),
+        num_microbatches=int((config.get("train") or {}).get("num_microbatches") or 1),
+        activation_codec=str(codecs.get("activations", "none")),
+        grad_codec=str(codecs.get("grads", "none")),
+    )
+
+
 def load_run(run_dir: Path | str) -> Run:
     """Read a run directory.
 

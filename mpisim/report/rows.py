@@ -10,27 +10,32 @@ Sections, in order:
     heldout       held-out evaluations
     traffic       messages and bytes per rank, axis, collective and direction
     bytes_matrix  bytes per pair of ranks
+    pipeline      with stages: layout, schedule, its idle share predicted and measured
+    stages        one row per stage: blocks, microbatches in flight, peak memory, shares of the step
     stalls        seconds waited per rank, axis and cause
     steady_stalls the same per step, mean over ranks, without warm-up
     memory        peak bytes per rank and category
     memory_measured  what an allocator hook counted, beside the ledger
-    replicas      whether all ranks hold the same parameters
+    replicas      whether all ranks of a stage hold the same parameters
+    tied          whether both ends of a tied table are the same
     over_budget   ranks whose memory would have passed the budget, and what they held
     check         how many figures differ from the predicted ones
 
-A `difference` is measured minus predicted. `text.py` prints these rows, `--json` dumps them.
+A `difference` is measured minus predicted; the `stage` of a rank is its place on axis pp. `text.py`
+prints these rows, `--json` dumps them.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from mpisim.layouts.metrics import CHANNELS, MEMORY_CATEGORIES, STALL_CAUSES
 from mpisim.report.excess import excess_rows
-from mpisim.report.load import Run
+from mpisim.report.load import Run, layout_of
 
 Row = dict[str, Any]
 
@@ -42,8 +47,9 @@ def make_rows(run: Run) -> list[Row]:
     stalls = stalls_per_rank(run)
     rows = [
         _run(run, stalls), *_throughput(run), *_latency(run), *_loss(run), *_baselines(run),
-        *_heldout(run), *_traffic(run), *_bytes_matrix(run), *_stalls(run, stalls),
-        *_steady_stalls(run), *_memory(run), *_replicas(run), *excess_rows(run),
+        *_heldout(run), *_traffic(run), *_bytes_matrix(run), *_stages(run),
+        *_stalls(run, stalls), *_steady_stalls(run), *_memory(run), *_replicas(run), *_tied(run),
+        *excess_rows(run),
     ]  # fmt: skip
     if run.summary is not None:
         rows.append(_check(rows))
@@ -223,6 +229,7 @@ def _traffic(run: Run) -> list[Row]:
                 row = {
                     "section": "traffic",
                     "rank": entry["rank"],
+                    "stage": entry.get("stage", 0),
                     "axis": axis,
                     "collective": collective,
                     "direction": direction,
@@ -243,7 +250,9 @@ def _spread(run: Run, name: str) -> list[list[float]]:
 
 def _traffic_spread(run: Run) -> list[Row]:
     rows = []
-    for axis, collective in CHANNELS:
+    # A run of an earlier version has not counted all of them.
+    logged = [key for key in CHANNELS if _spread(run, f"{key[0]}_{key[1]}_sent_bytes")]
+    for axis, collective in logged:
         for direction in DIRECTIONS:
             row: Row = {
                 "section": "traffic_so_far",
@@ -253,8 +262,6 @@ def _traffic_spread(run: Run) -> list[Row]:
             }
             for what in ("messages", "bytes"):
                 steps = _spread(run, f"{axis}_{collective}_{direction}_{what}")
-                if not steps:
-                    return []
                 row[f"rank0_{what}"] = int(sum(step[0] for step in steps))
                 row[f"mean_{what}"] = sum(step[2] for step in steps)
             rows.append(row)
@@ -314,12 +321,22 @@ def stalls_per_rank(run: Run) -> Stalls:
     return Stalls({trace.rank: stall_totals(trace) for trace in traces}, "trace", unreadable)
 
 
+def _stages(run: Run) -> list[Row]:
+    if layout_of(run).pp == 1:
+        return []
+    from mpisim.report.stages import stage_rows
+
+    return stage_rows(run)
+
+
 def _stalls(run: Run, stalls: Stalls) -> list[Row]:
     step_time_s = sum(row["step_s"] for row in run.steps)
+    layout = layout_of(run)
     return [
         {
             "section": "stalls",
             "rank": rank,
+            "stage": layout.stage_of(rank),
             "axis": axis,
             "cause": cause,
             "stall_s": seconds,
@@ -339,7 +356,10 @@ def _steady_stalls(run: Run) -> list[Row]:
     step_s = sum(row["ranks"]["step_s"][2] for row in steady)
     rows = []
     for axis, cause in STALL_CAUSES:
-        stall_s = sum(row["ranks"][f"stall_{axis}_{cause}_s"][2] for row in steady)
+        name = f"stall_{axis}_{cause}_s"
+        if any(name not in row["ranks"] for row in steady):
+            continue  # a run of an earlier version
+        stall_s = sum(row["ranks"][name][2] for row in steady)
         rows.append(
             {
                 "section": "steady_stalls",
@@ -370,6 +390,7 @@ def _memory(run: Run) -> list[Row]:
                 {
                     "section": "memory",
                     "rank": entry["rank"],
+                    "stage": entry.get("stage", 0),
                     "category": name,
                     "peak_bytes": peak,
                     "predicted_peak_bytes": expected,
@@ -382,6 +403,7 @@ def _memory(run: Run) -> list[Row]:
             {
                 "section": "memory",
                 "rank": entry["rank"],
+                "stage": entry.get("stage", 0),
                 "category": "resident",
                 "peak_bytes": entry.get("resident_peak_bytes"),
                 "predicted_peak_bytes": None,
@@ -441,25 +463,54 @@ def _memory_spread(run: Run) -> list[Row]:
 
 
 def _replicas(run: Run) -> list[Row]:
+    """Return one row per stage and set of parameters that ranks of it hold."""
     if run.summary is None:
         return []
-    digests: dict[str, list[int]] = {}
+    # What is updated, and what is worked with where that is another copy.
+    sets: dict[int, dict[tuple[str, str | None], list[int]]] = {}
     for entry in run.summary["ranks"]:
-        digests.setdefault(entry["params_sha256"], []).append(entry["rank"])
+        held = (entry["params_sha256"], entry.get("working_sha256"))
+        of_stage = sets.setdefault(entry.get("stage", 0), {})
+        of_stage.setdefault(held, []).append(entry["rank"])
     return [
         {
             "section": "replicas",
-            "bitwise_equal": len(digests) == 1,
+            "stage": stage,
+            "bitwise_equal": len(of_stage) == 1,
             "params_sha256": digest,
+            "working_sha256": working,
             "ranks": len(ranks),
             "first_rank": ranks[0],
         }
-        for digest, ranks in digests.items()
+        for stage, of_stage in sorted(sets.items())
+        for (digest, working), ranks in of_stage.items()
+    ]
+
+
+def _tied(run: Run) -> list[Row]:
+    """Return one row per content of the tables that two stages hold; one if all is well."""
+    ends: dict[str, list[int]] = {}
+    for entry in (run.summary or {}).get("ranks", ()):
+        if "tied_sha256" in entry:
+            ends.setdefault(entry["tied_sha256"], []).append(entry["rank"])
+    return [
+        {
+            "section": "tied",
+            "bitwise_equal": len(ends) == 1,
+            "tied_sha256": digest,
+            "ranks": len(ranks),
+            "first_rank": ranks[0],
+        }
+        for digest, ranks in ends.items()
     ]
 
 
 def _check(rows: list[Row]) -> Row:
-    """Count the figures that are not what was predicted; all must be 0."""
+    """Count the figures that are not what was predicted; all must be 0.
+
+    Sets of parameters are counted in the stage that has most of them: 1 is right. So it is of a
+    tied table, if there is one.
+    """
 
     def differing(section: str) -> int:
         return sum(
@@ -475,6 +526,7 @@ def _check(rows: list[Row]) -> Row:
             sent[row["rank"]] = sent.get(row["rank"], 0) + row["bytes"]
         elif row["section"] == "bytes_matrix":
             sent[row["sender"]] = sent.get(row["sender"], 0) - row["bytes"]
+    sets = Counter(row["stage"] for row in rows if row["section"] == "replicas")
     return {
         "section": "check",
         "traffic_figures_differing": differing("traffic"),
@@ -482,5 +534,6 @@ def _check(rows: list[Row]) -> Row:
         "matrix_rows_differing": sum(value != 0 for value in sent.values()),
         "memory_figures_differing": differing("memory"),
         "measured_figures_differing": differing("memory_measured"),
-        "replica_sets": sum(row["section"] == "replicas" for row in rows),
+        "replica_sets": max(sets.values(), default=0),
+        "tied_sets": sum(row["section"] == "tied" for row in rows),
     }

@@ -15,29 +15,24 @@ Imported for pipelines only: this reads traces, so it needs NumPy.
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from mpisim.cost.bubbles import closed_form
-from mpisim.cost.simulate import PlanTimeline, simulate_plan
-from mpisim.errors import ConfigError, MpisimError
+from mpisim.cost.simulate import PlanTimeline, simulate_plan, simulate_schedule
+from mpisim.errors import MpisimError
 from mpisim.plan.build import Plan
 from mpisim.plan.check_pipeline import in_flight
 from mpisim.plan.ops import Op
-from mpisim.plan.schedules import find_schedule
 from mpisim.plan.text import op_text, parse_plan
 from mpisim.report.load import Layout, Run, layout_of
-from mpisim.report.traces import TRAIN, read_traces
-from mpisim.trace.store import RankTrace, expand_ops
+from mpisim.report.traces import RECEIVES, TRAIN, op_fields, read_traces
+from mpisim.trace.store import RankTrace
 
 Row = dict[str, Any]
-
-RECEIVES = ("RecvActivation", "RecvGrad", "ExchangeTied")
-SENDS = ("SendActivation", "SendGrad")
 
 
 @dataclass
@@ -105,17 +100,6 @@ def traced_stages(traces: Iterable[RankTrace], layout: Layout) -> dict[int, tupl
         if blocks:
             stages.setdefault(last, tuple(blocks))
     return dict(sorted(stages.items()))
-
-
-def op_fields(text: str) -> dict[str, str]:
-    """Return the fields of an op's text.
-
-    Examples
-    --------
-    >>> op_fields("WaitSend boundary=0 micro=3 peer=1 kind=grad")["micro"]
-    '3'
-    """
-    return dict(pair.split("=", 1) for pair in text.split()[1:] if "=" in pair)
 
 
 def stage_rows(run: Run) -> list[Row]:
@@ -218,19 +202,13 @@ def _in_flight(layout: Layout, place: int, plan: Plan | None) -> int | None:
     if plan is not None:
         return in_flight(plan, place)
     try:
-        ops = find_schedule(layout.schedule).compute_list(
-            layout.pp, place, layout.num_microbatches, layout.chunks
-        )
-    except (ConfigError, AttributeError, TypeError):
+        line = simulate_schedule(
+            layout.schedule, layout.pp, layout.num_microbatches, layout.chunks, forward_s=1,
+            backward_s=1,
+        )  # fmt: skip
+    except MpisimError:  # a schedule of an extension that is not here
         return None
-    live = most = 0
-    ends = "W" if any("Weight" in type(op).__name__ for op in ops) else "B"
-    for op in ops:
-        name = type(op).__name__
-        live += name == "ForwardStage"
-        most = max(most, live)
-        live -= name == ("BackwardWeightStage" if ends == "W" else "BackwardStage")
-    return -(-most // layout.chunks)
+    return math.ceil(line.in_flight[place])
 
 
 # Times --------------------------------------------------------------------------------------------
@@ -280,7 +258,7 @@ def rank_times(trace: RankTrace, first_step: int) -> RankTimes | None:
 def _cause(kind: str, axis: str) -> str:
     if axis != "pp":
         return axis
-    return "receive" if kind in RECEIVES else "send"
+    return "receive" if kind in (*RECEIVES, "ExchangeTied") else "send"
 
 
 def _shares(times: RankTimes) -> dict[str, float]:
@@ -345,76 +323,3 @@ def _replay(plan: Plan, times: dict[int, RankTimes]) -> PlanTimeline | None:
         return simulate_plan(plan, seconds)
     except (MpisimError, KeyError, IndexError):
         return None
-
-
-# Messages -----------------------------------------------------------------------------------------
-
-STAGE_MESSAGE_DTYPE = np.dtype(
-    [
-        ("step", "i4"),
-        ("plan", "i4"),
-        ("op_index", "i4"),
-        ("is_send", "?"),
-        ("peer", "i4"),
-        ("boundary", "i4"),
-        ("micro", "i4"),
-        ("is_grad", "?"),
-        ("occurrence", "i4"),
-        ("posted_s", "f8"),
-        ("completed_s", "f8"),
-    ]
-)
-"""One message between stages, one side of it. A send is complete when its WaitSend has ended, NaN
-if that never ran; `occurrence` counts runs of the same op within a step (evaluations)."""
-
-
-def expand_stage_messages(trace: RankTrace) -> np.ndarray:
-    """Return a rank's messages of axis pp as an array of `STAGE_MESSAGE_DTYPE`, in order."""
-    ops = expand_ops(trace)
-    found: list[tuple] = []
-    open_sends: dict[tuple, int] = {}
-    seen: dict[tuple, int] = {}
-    kept = {
-        ident: {
-            index: (kind, op_fields(text))
-            for index, (kind, text) in enumerate(zip(plan.kinds, plan.texts, strict=True))
-            if kind in SENDS or kind in RECEIVES[:2] or kind == "WaitSend"
-        }
-        for ident, plan in trace.plans.items()
-    }
-    columns = (ops[name].tolist() for name in ("step", "plan", "op_index", "start_s", "end_s"))
-    for step, ident, index, start, end in zip(*columns, strict=True):
-        if index not in kept[ident]:
-            continue
-        kind, words = kept[ident][index]
-        peer, boundary, micro = (int(words[name]) for name in ("peer", "boundary", "micro"))
-        if kind == "WaitSend":
-            place = open_sends.pop((peer, boundary, micro, words["kind"] == "grad"), None)
-            if place is not None:
-                found[place] = (*found[place][:-1], end)
-            continue
-        is_send, is_grad = kind in SENDS, kind.endswith("Grad")
-        train = trace.plans[ident].name.startswith(TRAIN)
-        key = (step, train, is_send, peer, boundary, micro, is_grad)
-        occurrence = seen.get(key, 0)
-        seen[key] = occurrence + 1
-        if is_send:
-            open_sends[peer, boundary, micro, is_grad] = len(found)
-        # Training and evaluation of one step are told apart by the sign.
-        number = occurrence if train else -1 - occurrence
-        found.append(
-            (
-                step, ident, index, is_send, peer, boundary, micro, is_grad, number, start,
-                np.nan if is_send else end,
-            )
-        )  # fmt: skip
-    return np.array(found, dtype=STAGE_MESSAGE_DTYPE)
-
-
-def stage_message_keys(rank: int, messages: np.ndarray) -> list[tuple]:
-    """Return a key per message that its two sides, and they alone, have in common."""
-    names = ("is_send", "peer", "step", "occurrence", "boundary", "micro", "is_grad")
-    return [
-        ((rank, peer) if is_send else (peer, rank), *rest)
-        for is_send, peer, *rest in zip(*(messages[name].tolist() for name in names), strict=True)
-    ]

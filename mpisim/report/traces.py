@@ -1,4 +1,4 @@
-"""What only a trace can tell: stalls of a run without a summary, and how much overlapped.
+"""What only a trace can tell: stalls of a run without a summary, overlap, messages of stages.
 
 `rows.py` comes here when summary.json is missing; `perfetto.py` and `plots/` read traces with
 `read_traces`, which takes what a killed job left.
@@ -27,6 +27,9 @@ from mpisim.trace.store import (
 
 TRAIN = "train-"
 """Names of training plans start with this."""
+
+SENDS, RECEIVES = ("SendActivation", "SendGrad"), ("RecvActivation", "RecvGrad")
+"""Kinds of ops that move a message between two stages."""
 
 
 def read_traces(run_dir: Path) -> tuple[list[RankTrace], int]:
@@ -81,18 +84,26 @@ def select_steps(trace: RankTrace, first: int, end: int) -> RankTrace:
 def stall_totals(trace: RankTrace) -> dict[tuple[str, str], float]:
     """Return a rank's stall seconds by (axis, cause), as summary.json has them.
 
-    Training steps only, without the gather of the figures at their ends.
+    Training steps only, without the gather of the figures at their ends. What waits for a message
+    between stages has no stamps of its own: all time of its op counts, decoding included.
     """
     trace = training_part(trace)
     plan_of_step = {step: ident for step, ident, _ in trace.ops}
     totals = dict.fromkeys(STALL_CAUSES, 0.0)
     for row in expand_stalls(trace):
         plan = trace.plans[plan_of_step[int(row["step"])]]
-        if plan.kinds[row["op_index"]] == "GatherMetrics":
-            continue
         axis = trace.programs[int(row["program"])].axis
-        key = (axis, ACTIVITIES[row["activity"]])
-        totals[key] = totals.get(key, 0.0) + float(row["end_s"] - row["start_s"])
+        # A ring that goes on while its rank waits for something else is not what it waits for.
+        if plan.kinds[row["op_index"]] == "GatherMetrics" or plan.waits[row["op_index"]] != axis:
+            continue
+        # Both ends of a tied table come to its exchange when their pipeline is empty.
+        cause = "recv" if axis == "pp" else ACTIVITIES[row["activity"]]
+        totals[axis, cause] = totals.get((axis, cause), 0.0) + float(row["end_s"] - row["start_s"])
+    for _, ident, stamps in trace.ops:
+        kinds = np.array(trace.plans[ident].kinds[: len(stamps)])
+        for cause, of_cause in (("recv", RECEIVES), ("send", ("WaitSend",))):
+            spans = stamps[np.isin(kinds, of_cause)]
+            totals["pp", cause] += float((spans[:, 1] - spans[:, 0]).sum())
     return totals
 
 
@@ -167,3 +178,88 @@ def _last_backward_ends(trace: RankTrace) -> dict[int, float]:
         if trace.plans[plan].kinds[index].startswith("Backward"):
             ends[step] = max(end, ends.get(step, end))
     return ends
+
+
+# Messages between stages --------------------------------------------------------------------------
+
+
+def op_fields(text: str) -> dict[str, str]:
+    """Return the fields of an op's text.
+
+    Examples
+    --------
+    >>> op_fields("WaitSend boundary=0 micro=3 peer=1 kind=grad")["micro"]
+    '3'
+    """
+    return dict(pair.split("=", 1) for pair in text.split()[1:] if "=" in pair)
+
+
+STAGE_MESSAGE_DTYPE = np.dtype(
+    [
+        ("step", "i4"),
+        ("plan", "i4"),
+        ("op_index", "i4"),
+        ("is_send", "?"),
+        ("peer", "i4"),
+        ("boundary", "i4"),
+        ("micro", "i4"),
+        ("is_grad", "?"),
+        ("occurrence", "i4"),
+        ("posted_s", "f8"),
+        ("completed_s", "f8"),
+    ]
+)
+"""One message between stages, one side of it. A send is complete when its WaitSend has ended, NaN
+if that never ran; `occurrence` counts runs of the same op within a step (evaluations)."""
+
+
+def expand_stage_messages(trace: RankTrace) -> np.ndarray:
+    """Return a rank's messages of axis pp as an array of `STAGE_MESSAGE_DTYPE`, in order."""
+    ops = expand_ops(trace)
+    found: list[tuple] = []
+    open_sends: dict[tuple, int] = {}
+    seen: dict[tuple, int] = {}
+    kept = {
+        ident: {
+            index: (kind, op_fields(text))
+            for index, (kind, text) in enumerate(zip(plan.kinds, plan.texts, strict=True))
+            if kind in SENDS or kind in RECEIVES or kind == "WaitSend"
+        }
+        for ident, plan in trace.plans.items()
+    }
+    columns = (ops[name].tolist() for name in ("step", "plan", "op_index", "start_s", "end_s"))
+    for step, ident, index, start, end in zip(*columns, strict=True):
+        if index not in kept[ident]:
+            continue
+        kind, words = kept[ident][index]
+        peer, boundary, micro = (int(words[name]) for name in ("peer", "boundary", "micro"))
+        if kind == "WaitSend":
+            place = open_sends.pop((peer, boundary, micro, words["kind"] == "grad"), None)
+            if place is not None:
+                found[place] = (*found[place][:-1], end)
+            continue
+        is_send, is_grad = kind in SENDS, kind.endswith("Grad")
+        train = trace.plans[ident].name.startswith(TRAIN)
+        key = (step, train, is_send, peer, boundary, micro, is_grad)
+        occurrence = seen.get(key, 0)
+        seen[key] = occurrence + 1
+        if is_send:
+            open_sends[peer, boundary, micro, is_grad] = len(found)
+        # Training and evaluation of one step are told apart by the sign.
+        number = occurrence if train else -1 - occurrence
+        found.append(
+            (
+                step, ident, index, is_send, peer, boundary, micro, is_grad, number, start,
+                np.nan if is_send else end,
+            )
+        )  # fmt: skip
+    return np.array(found, dtype=STAGE_MESSAGE_DTYPE)
+
+
+def stage_message_keys(rank: int, messages: np.ndarray) -> list[tuple]:
+    """Return a key per message that its two sides, and they alone, have in common."""
+    names = ("is_send", "peer", "step", "occurrence", "boundary", "micro", "is_grad")
+    return [
+        ((rank, peer) if is_send else (peer, rank), *rest)
+        for is_send, peer, *rest in zip(*(messages[name].tolist() for name in names), strict=True)
+    ]

@@ -74,15 +74,20 @@ def start_bottlenecks(
     compression, seed = setup.config.compression, setup.config.run.seed
     widths = near_boundaries(setup, transport.rank)
     width, is_random = compression.bottleneck, compression.start == "random"
+    # What prepares a run is no part of its memory; the forwards over training rows are.
+    aside = state.watch.tracker.aside
     if is_random or setup.config.compute.mode == "emulated":
-        starts = {b: random_start(seed, b, d, width) for b, d in widths.items()}
+        with aside():
+            starts = {b: random_start(seed, b, d, width) for b, d in widths.items()}
     else:
         totals = _measure(transport, setup, state, run_base, widths)
-        starts = {boundary: _components(totals[boundary], width) for boundary in widths}
+        with aside():
+            starts = {boundary: _components(totals[boundary], width) for boundary in widths}
     _require_agreement(transport, starts)
-    for boundary, start in starts.items():
-        for store in state.stores:
-            store.assign(start.named(boundary))
+    with aside():
+        for boundary, start in starts.items():
+            for store in state.stores:
+                store.assign(start.named(boundary))
 
 
 def _measure(
@@ -93,14 +98,15 @@ def _measure(
     widths: dict[int, int],
 ) -> dict[int, ActivationStatistics]:
     """Return the statistics of what crosses each boundary, over all replicas."""
-    totals = {boundary: ActivationStatistics(d_model) for boundary, d_model in widths.items()}
+    aside = state.watch.tracker.aside
+    with aside():
+        totals = {boundary: ActivationStatistics(d_model) for boundary, d_model in widths.items()}
     norms = {boundary: LayerNorm(d_model) for boundary, d_model in widths.items()}
     context = LayerContext(kernels=load_kernels("numpy"))
     normalises = setup.config.compression.start == "layernorm"
 
     def observe(boundary: int, x: np.ndarray) -> None:
-        # Figures of the run's preparation are no part of its memory.
-        with state.watch.tracker.aside():
+        with aside():
             if normalises:
                 x = norms[boundary].forward({}, x, context)[0]
             totals[boundary].add(x)
@@ -114,9 +120,10 @@ def _measure(
     group = Communicator(
         transport, setup.mesh.group(transport.rank, "dp"), axis="dp", channel=CALIBRATION_CHANNEL
     )
-    for statistics in totals.values():
-        group.all_reduce(statistics.totals)
-    group.close()
+    with aside():
+        for statistics in totals.values():
+            group.all_reduce(statistics.totals)
+        group.close()
     return totals
 
 

@@ -9,6 +9,7 @@ from mpisim.config.effects import settings_without_effect
 from mpisim.config.schema import RunConfig
 from mpisim.launch import Job
 from mpisim.layouts.metrics import STALL_CAUSES
+from mpisim.plan.build import Plan
 from mpisim.train.setup import Setup
 from mpisim.units import format_bytes
 
@@ -48,14 +49,19 @@ class Console:
 
     def start(self, baselines: dict[str, Any], record: dict[str, Any], setup: Setup) -> None:
         """Say what is trained on, what a model must beat, and on what layout."""
-        plan = setup.full_plan()
+        plan, mesh = setup.full_plan(), setup.mesh
         params = sum(param.size for param in setup.model.param_specs())
+        ranks = f"{mesh.size} rank{'s' * (mesh.size > 1)}"
+        if mesh.pp > 1:
+            ranks += f" (dp {mesh.dp} x pp {mesh.pp})"
         self._line(
             f"{self.config.run.name}: {params} parameters in {len(plan.blocks)} blocks, "
-            f"{len(plan.buckets)} gradient buckets, {setup.mesh.dp} ranks; data "
+            f"{len(plan.buckets)} gradient buckets, {ranks}; data "
             f"{record.get('name')} ({record.get('num_train')} training rows, "
             f"{record.get('num_heldout')} held out)"
         )
+        if mesh.pp > 1:
+            self._line(_pipeline(self.config, plan))
         for sentence in settings_without_effect(self.config):
             self._line(f"note: {sentence}")
         for name, value in baselines.items():
@@ -128,10 +134,8 @@ class Console:
                 difference += sum(
                     abs(value - predicted.get(field, 0)) for field, value in counts.items()
                 )
-        equal = len({entry["params_sha256"] for entry in totals}) == 1
         self._line(
-            f"done: bytes and messages measured - predicted = {difference}; replicas "
-            f"{'bitwise equal' if equal else 'DIFFER'}"
+            f"done: bytes and messages measured - predicted = {difference}; {_replicas(totals)}"
         )
         self._line(f"run directory: {run_dir} (next: mpisim report {run_dir})")
 
@@ -141,6 +145,38 @@ class Console:
         else:
             self._screen.write(text + "\n")
         self._screen.flush()
+
+
+def _pipeline(config: RunConfig, plan: Plan) -> str:
+    """Say how the model is cut, and in which order its stages work."""
+    parallel, compression = config.parallel, config.compression
+    # Place by place on axis pp: that of a rank in the first replica is its number.
+    cuts = [[len(chunk) for chunk in plan.chunks(place)] for place in range(plan.mesh.pp)]
+    counts = ", ".join("+".join(map(str, cut)) for cut in cuts)
+    text = (
+        f"pipeline: schedule {parallel.schedule}, {len(plan.stages)} stages, "
+        f"{config.train.num_microbatches} microbatches; blocks per rank of a pipeline {counts}"
+    )
+    codecs = {"activations": compression.activations, "gradients": compression.grads}
+    named = [f"{what} as {codec}" for what, codec in codecs.items() if codec != "none"]
+    return text + (f"; {', '.join(named)}" if named else "")
+
+
+def _replicas(totals: list[dict[str, Any]]) -> str:
+    """Say whether the ranks of each stage hold the same bits, and the ends of a tied table."""
+    held: dict[int, set[tuple]] = {}
+    for entry in totals:
+        digests = held.setdefault(entry.get("stage", 0), set())
+        digests.add((entry["params_sha256"], entry.get("working_sha256")))
+    ends = {entry["tied_sha256"] for entry in totals if "tied_sha256" in entry}
+    parts = []
+    if len(held) < len(totals) or len(totals) == 1:
+        of = " of each stage" if len(held) > 1 else ""
+        equal = all(len(digests) == 1 for digests in held.values())
+        parts.append(f"replicas{of} {'bitwise equal' if equal else 'DIFFER'}")
+    if ends:
+        parts.append(f"ends of the tied table {'bitwise equal' if len(ends) == 1 else 'DIFFER'}")
+    return ", ".join(parts) or "no replicas"
 
 
 def _shown(loss: float | None) -> str:

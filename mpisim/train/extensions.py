@@ -79,7 +79,7 @@ def load_extensions(files: Iterable[str]) -> dict[str, str]:
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
         except OSError as error:
             raise ConfigError(
-                f"extensions must be Python files that can be read; got {error.strerror} for "
+                f"run.extensions must be Python files that can be read; got {error.strerror} for "
                 f"{name}. Correct the path; it is relative to where the command is started."
             ) from None
         found[name] = digest
@@ -120,6 +120,6 @@ def require_names(config: RunConfig) -> None:
             advice = (
                 f"Did you mean {close[0]!r}?"
                 if close
-                else ("Name one of them, or the file that registers it in extensions.")
+                else ("Name one of them, or the file that registers it in run.extensions.")
             )
             raise ConfigError(f"{key} must be one of {', '.join(names)}; got {name!r}. {advice}")

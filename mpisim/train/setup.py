@@ -92,7 +92,7 @@ class Setup:
 
     def __init__(self, config: RunConfig, num_ranks: int) -> None:
         self.config = config
-        self.extensions = load_extensions(config.extensions)
+        self.extensions = load_extensions(config.run.extensions)
         """Files of users -> sha256 of what was run."""
         require_names(config)
         self.mesh = build_mesh(config.parallel.dp, num_ranks, config.parallel.pp)

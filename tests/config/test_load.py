@@ -257,7 +257,8 @@ def test_the_printed_config_explains_every_field():
             explained += 1
     sections = [info.annotation for info in RunConfig.model_fields.values()]
     fields = sum(len(getattr(section, "model_fields", ())) for section in sections)
-    assert explained == fields + 1 - 1  # every field and the version; data.path is not set
+    # Every field and the version; data.path and run.init_from are not set.
+    assert explained == fields + 1 - 2
     assert "# path is not set" in lines
 
 

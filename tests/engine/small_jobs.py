@@ -121,6 +121,8 @@ class Outcome:
     """Per rank and step."""
     gathered: list[dict[str, np.ndarray]] = field(default_factory=list)
     """All parameters as every rank gathers them at the end."""
+    plans: list[Plan] = field(default_factory=list)
+    """Of every step."""
 
     @property
     def params(self) -> dict[str, np.ndarray]:
@@ -335,7 +337,7 @@ def start_engine(
         algorithm=algorithm, recompute=recompute, every=every, zero=zero, prefetch=prefetch,
         pp=pp, schedule=schedule, chunks=chunks, codecs=codecs,
     )  # fmt: skip
-    outcome = Outcome(states=[None] * size, done=[[] for _ in range(size)])
+    outcome = Outcome(states=[None] * size, done=[[] for _ in range(size)], plans=plans)
     outcome.rank_grads = [[] for _ in range(size)]
     gathered: list[dict[str, np.ndarray]] = [{} for _ in range(size)]
 
