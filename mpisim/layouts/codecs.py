@@ -105,22 +105,28 @@ def codec_of_code(code: int) -> CodecSpec | None:
 def add_codec_spec(spec: CodecSpec) -> None:
     """Make a user's codec known by name; `comm.codecs.register_codec` calls it.
 
+    A name that was registered before means this one from now on.
+
     Raises
     ------
     ValueError
-        It is not of kind custom, has no `size`, or its name or its code is taken or out of range.
+        It is not of kind custom, has no `size`, its name is built in, or its code taken or out
+        of range.
     """
     if spec.kind != "custom" or spec.size is None:
         raise ValueError(
             f"a codec of your own must be of kind 'custom' and have a size function; got kind "
             f"{spec.kind!r} with size {spec.size!r} for {spec.name!r}. Set both."
         )
-    if not spec.name or spec.name in _SPECS:
+    known = _SPECS.get(spec.name)
+    if not spec.name or (known is not None and known.kind != "custom"):
         raise ValueError(
             f"codec name must be new; got {spec.name!r}, beside {', '.join(_SPECS)}. Choose "
             f"another."
         )
-    if not FIRST_USER_CODE <= spec.code <= LAST_USER_CODE or codec_of_code(spec.code):
+    holder = codec_of_code(spec.code)
+    is_free = holder is None or holder is known
+    if not FIRST_USER_CODE <= spec.code <= LAST_USER_CODE or not is_free:
         raise ValueError(
             f"code of codec {spec.name!r} must be in {FIRST_USER_CODE}..{LAST_USER_CODE} and not "
             f"in use; got {spec.code}. Choose another, the same on every rank."

@@ -220,7 +220,7 @@ def register_all_reduce(name: str, rows: RowsFunction) -> None:
     ValueError
         The name is built in, or something is not as said here.
     """
-    if not isinstance(name, str) or not name.strip() or name in ALGORITHMS:
+    if not isinstance(name, str) or not name.strip() or name in (*ALGORITHMS, "direct"):
         raise ValueError(
             f"name of an all-reduce must be a word of its own; got {name!r}. Choose one that is "
             f"none of {', '.join(ALGORITHMS)}."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -119,7 +119,7 @@ def predict_memory(
     batch_bytes: Callable[[int, int | None], int],
     data_bytes: int,
     working: Working | None = None,
-    residual_bytes: int = 0,
+    residuals: Mapping[int, tuple[int, ...]] | None = None,
 ) -> MemoryForecast:
     """Walk one rank's ops with byte counts.
 
@@ -140,8 +140,8 @@ def predict_memory(
         Bytes that the loaded data set keeps.
     working : Working, optional
         By default ops need nothing beside what they hold and what blocks need.
-    residual_bytes : int
-        What is kept of losses of the gradients sent over boundaries.
+    residuals : mapping of int to tuple of int, optional
+        Boundary -> shape of the gradients sent over it whose losses are kept.
 
     Returns
     -------
@@ -157,12 +157,14 @@ def predict_memory(
     live["grads"] = (own if plan.zero >= 2 else whole) * itemsizes.reduce
     live["optimizer"] = own * itemsizes.param * optimizer_arrays
     live["comm_buffers"] = comm_buffer_bytes(plan, rank, itemsizes.wire, itemsizes.reduce)
-    live["comm_buffers"] += residual_bytes
+    residuals = residuals or {}
+    live["comm_buffers"] += sum(map(math.prod, residuals.values())) * itemsizes.compute
     if plan.zero < 2:
         live["comm_buffers"] += whole * itemsizes.wire * itemsizes.has_wire_copy
     live["data"] = data_bytes
     live["temp"] = scratch_bytes
     walk = _Walk(plan, rank, specs, itemsizes, batch_bytes, live, working or Working())
+    walk.residuals = residuals
     for op in plan.ranks[rank]:
         walk.begin()
         if step := _STEPS.get(type(op)):
@@ -223,6 +225,7 @@ class _Walk:
         working: Working,
     ) -> None:
         self.working = working
+        self.residuals: Mapping[int, tuple[int, ...]] = {}
         self.plan, self.rank, self.batch_bytes = plan, rank, batch_bytes
         self.itemsizes = itemsizes
         self.specs = [
@@ -386,6 +389,10 @@ class _Walk:
         after = self._first_block(op.boundary + 1)
         is_grad = isinstance(op, SendGrad)
         self._hold(_Tensor("frame", op.micro, op.boundary, is_grad), self._frame_bytes(op))
+        fed_back = is_grad and self.residuals.get(op.boundary) == op.shape
+        if fed_back and codec_spec(op.codec).kind == "custom":
+            # What a user's codec makes of a tensor is decoded to see what it lost.
+            self._need_now(math.prod(op.shape) * self.itemsizes.compute)
         self._drop(_Tensor("grad" if is_grad else "boundary", op.micro, after))
 
     def receive(self, op: RecvActivation | RecvGrad) -> None:

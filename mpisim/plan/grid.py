@@ -307,10 +307,8 @@ def _line(
     texts: dict[int, str],
     cell_width: int,
 ) -> str:
-    cells = (
-        f"{_GAP:<{cell_width}} " if slot is None else f"{texts[slot]:<{cell_width}} "
-        for slot in columns
-    )
+    shown = (f"{_GAP} " if slot is None else texts[slot] for slot in columns)
+    cells = (f"{text:<{cell_width + 1}}" for text in shown)
     return (f"  {name:<{indent - 2}}" + "".join(cells)).rstrip()
 
 

@@ -3,9 +3,10 @@
     load.py       run directory -> `Run`: plain data, no NumPy
     rows.py       `Run` -> flat rows, the one source of every number that is printed
     excess.py     what ranks left behind that passed their budget
-    text.py       rows -> tables for people
+    stages.py     rows of a pipeline: what the schedule costs, replayed and measured (NumPy)
+    *text.py      rows -> tables for people
     compare*.py   two runs side by side
-    traces.py     traces -> stalls and overlap (NumPy)
+    traces.py     traces -> stalls, overlap, messages of stages (NumPy)
     perfetto.py   traces -> Chrome JSON (NumPy)
 
 `cli` calls the three functions below, `plots/` calls `load_run` and `traces`. Nothing here trains,

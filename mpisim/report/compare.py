@@ -10,10 +10,11 @@ Sections, in order; ``a`` and ``b`` are the first and the second run:
     heldout   held-out loss at about ten common evaluations
     figure    losses, bits per byte, skipped steps, throughput, latency, wall time
     traffic   messages and bytes sent by all ranks, by channel, measured and predicted
+    pipeline  idle share of stages: by the schedule, replayed, measured
     stalls    seconds waited per step, mean over ranks, without warm-up
     memory    peak bytes of the largest rank, by category, measured and predicted
     verdict   whether the losses at all common steps are the same bits, else by how much they differ
-    weights   whether the final weights are the same bits
+    weights   whether the final weights are the same bits, by record or, of stages, by file
 
 `compare_text.py` prints these rows, `--json` dumps them.
 """
@@ -33,10 +34,12 @@ from mpisim.report.compare_figures import (
     figures,
     loss_unit,
     memory,
+    pipeline,
     stalls,
     traffic,
 )
-from mpisim.report.load import Run, load_run
+from mpisim.report.compare_weights import weights_row
+from mpisim.report.load import Run, layout_of, load_run
 from mpisim.report.rows import Row, make_rows
 
 CURVE_ROWS = 10
@@ -76,9 +79,10 @@ def compare_rows(first: Path | str, second: Path | str) -> list[Row]:
             *_runs(runs, sections), *_differing("config", _configs(runs)),
             *_differing("machine", _machines(runs)), *_data(runs),
             *_curve("curve", runs, *training), *_curve("heldout", runs, *heldout),
-            *figures(runs, sections), *traffic(sections), *stalls(sections), *memory(sections),
+            *figures(runs, sections), *traffic(sections), *pipeline(sections), *stalls(sections),
+            *memory(sections),
             _verdict("training", runs, *training), _verdict("held-out", runs, *heldout),
-            _weights(sections),
+            weights_row(runs, (sections[0].get("replicas", []), sections[1].get("replicas", []))),
         ]  # fmt: skip
     except (AttributeError, KeyError, TypeError) as error:
         raise _strange(f"{runs[0].path} or {runs[1].path}", error) from None
@@ -136,6 +140,9 @@ def _runs(runs: tuple[Run, Run], sections: tuple[Sections, Sections]) -> list[Ro
         row = parts["run"][0]
         check = parts.get("check", [{}])[0]
         faults = sum(value for key, value in check.items() if key.endswith("_differing"))
+        # One set of parameters per stage is right, and one of a tied table.
+        faults += sum(max(0, check.get(key, 1) - 1) for key in ("replica_sets", "tied_sets"))
+        layout = layout_of(run)
         names = (
             "name", "status", "ranks", "hosts", "transport", "data", "data_kind", "steps_made",
             "steps_planned", "damaged_lines", "started", "ended",
@@ -146,6 +153,9 @@ def _runs(runs: tuple[Run, Run], sections: tuple[Sections, Sections]) -> list[Ro
                 "run": side,
                 "path": str(run.path),
                 **{name: row[name] for name in names},
+                "dp": layout.dp,
+                "pp": layout.pp,
+                "schedule": layout.schedule if layout.pp > 1 else None,
                 "figures_differing": faults if check else None,
             }
         )
@@ -270,16 +280,3 @@ def _bits(value: float) -> bytes:
 
 def _distance(a: float, b: float) -> float:
     return abs(b - a) if math.isfinite(a) and math.isfinite(b) else math.inf
-
-
-def _weights(sections: tuple[Sections, Sections]) -> Row:
-    digests = []
-    for parts in sections:
-        replicas = parts.get("replicas", [])
-        digests.append(replicas[0]["params_sha256"] if len(replicas) == 1 else None)
-    return {
-        "section": "weights",
-        "a_sha256": digests[0],
-        "b_sha256": digests[1],
-        "bitwise_equal": None if None in digests else digests[0] == digests[1],
-    }

@@ -139,6 +139,22 @@ def _of_sends(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row["direction"] == "sent"]
 
 
+def pipeline(sections: tuple[Sections, Sections]) -> list[Row]:
+    """Return the idle shares of stages, one row each; none if neither run has stages."""
+    heads = [(parts.get("pipeline") or [{}])[0] for parts in sections]
+    names = {
+        "closed_form_bubble": "share", "replayed_idle_share": "share", "idle_share": "share",
+        "replayed_step_s": "s",
+    }  # fmt: skip
+    rows = []
+    for name, unit in names.items():
+        values = [head.get(name) for head in heads]
+        if values != [None, None]:
+            row = {"section": "pipeline", "name": name, "unit": unit}
+            rows.append({**row, "a": values[0], "b": values[1]})
+    return rows
+
+
 def stalls(sections: tuple[Sections, Sections]) -> list[Row]:
     """Return seconds waited per step, mean over ranks, by axis and cause."""
     sides = [

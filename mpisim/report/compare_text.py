@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 from mpisim.report.rows import Row
-from mpisim.report.text import CAUSES, _table
+from mpisim.report.tables import MARK, lay_table
+from mpisim.report.text import CAUSES, collective_name
 from mpisim.units import format_bytes, format_seconds
 
 _LONGEST_CELL = 34
@@ -15,8 +16,6 @@ _LONGEST_CELL = 34
 _MOST_ALONE = 5
 """Fields that one run alone has, as between versions, up to which they are listed."""
 
-_MARK = "  <-- DIFFERS"
-
 
 def make_compare_text(rows: list[Row]) -> str:
     """Return the tables of `compare.compare_rows` as one string that ends with a line break."""
@@ -24,7 +23,7 @@ def make_compare_text(rows: list[Row]) -> str:
     for row in rows:
         sections.setdefault(row["section"], []).append(row)
     lines = [*_alarms(sections), *_head(sections)]
-    parts = (_inputs, _curves, _figures, _traffic, _stalls, _memory, _verdicts)
+    parts = (_inputs, _curves, _figures, _traffic, _pipeline, _stalls, _memory, _verdicts)
     for part in parts:
         made = part(sections)
         if made:
@@ -71,7 +70,7 @@ def _head(sections: dict[str, list[Row]]) -> list[str]:
                 _clean(row["transport"]),
             ]
         )
-    return [line[2:] for line in _table([("", "<")] * 5, table)[1:]]
+    return [line[2:] for line in lay_table([("", "<")] * 5, table)[1:]]
 
 
 def _inputs(sections: dict[str, list[Row]]) -> list[str]:
@@ -111,7 +110,7 @@ def _facts(rows: list[Row]) -> list[str]:
             ]
         )
     short = [line for line in cells if max(len(line[1]), len(line[2])) <= _LONGEST_CELL]
-    table = _table([("field", "<"), ("A", "<"), ("B", "<")], short) if short else []
+    table = lay_table([("field", "<"), ("A", "<"), ("B", "<")], short) if short else []
     for field, a, b in cells:
         if max(len(a), len(b)) > _LONGEST_CELL:
             table += [f"  {field}", f"    A  {a}", f"    B  {b}"]
@@ -138,7 +137,7 @@ def _curves(sections: dict[str, list[Row]]) -> list[str]:
         lines.append(
             f"{title}, {verdict['a_unit']}: {which} {total} common step{'s' * (total > 1)}"
         )
-        lines += _table(
+        lines += lay_table(
             [("step", ">"), ("A", ">"), ("B", ">"), ("B - A", ">")],
             [
                 [str(row["step"]), _loss(row["a"]), _loss(row["b"]), _difference(row["difference"])]
@@ -177,7 +176,7 @@ def _figures(sections: dict[str, list[Row]]) -> list[str]:
     if not table:
         return ["figures: no step was finished"]
     columns = [("", "<"), ("A", ">"), ("B", ">"), ("B / A", ">")]
-    return ["figures; rates, latency and stalls are without warm-up", *_table(columns, table)]
+    return ["figures; rates, latency and stalls are without warm-up", *lay_table(columns, table)]
 
 
 def _figure(value: Any, unit: str) -> str:
@@ -212,8 +211,8 @@ def _traffic(sections: dict[str, list[Row]]) -> list[str]:
         )
         table.append(
             [
-                f"{row['axis']} {row['collective']}", row["what"], *map(_count, counts),
-                _times(row["ratio"]), _MARK if off else "",
+                f"{row['axis']} {collective_name(row)}", row["what"], *map(_count, counts),
+                _times(row["ratio"]), MARK if off else "",
             ]
         )  # fmt: skip
     if not table:
@@ -225,16 +224,44 @@ def _traffic(sections: dict[str, list[Row]]) -> list[str]:
     cut = [row["run"].upper() for row in sections["run"] if row["status"] != "done"]
     part = f" ({' and '.join(cut)}: of the training steps made)" if cut else ""
     title = f"traffic sent by all ranks{part}: measured beside the step tables"
-    return [title, *_table(columns, table)]
+    return [title, *lay_table(columns, table)]
 
 
 def _count(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
 
 
+_IDLE = {
+    "closed_form_bubble": "idle by the closed form, stages equal",
+    "replayed_idle_share": "idle in a replay, messages free",
+    "idle_share": "idle as measured",
+    "replayed_step_s": "step in the replay",
+}
+
+
+def _pipeline(sections: dict[str, list[Row]]) -> list[str]:
+    rows = sections.get("pipeline", [])
+    if not rows:
+        return []
+    layouts = [
+        f"{run['run'].upper()} dp {run['dp']} x pp {run['pp']}"
+        + (f", {run['schedule']}" if run["schedule"] else "")
+        for run in sections["run"]
+    ]
+    table = [
+        [_IDLE[row["name"]], *(_figure(row[side], row["unit"]) for side in ("a", "b"))]
+        for row in rows
+    ]
+    columns = [("", "<"), ("A", ">"), ("B", ">")]
+    return [f"stages: {_clean('; '.join(layouts))}", *lay_table(columns, table)]
+
+
 def _stalls(sections: dict[str, list[Row]]) -> list[str]:
     table = []
+    stages = "pipeline" in sections
     for row in sections.get("stalls", []):
+        if row["axis"] == "pp" and not (stages or row["a_s_per_step"] or row["b_s_per_step"]):
+            continue
         cells = [f"{row['axis']} {CAUSES.get(row['cause'], row['cause'])}"]
         for side in ("a", "b"):
             seconds, share = row[f"{side}_s_per_step"], row[f"{side}_share_of_step_time"]
@@ -245,7 +272,7 @@ def _stalls(sections: dict[str, list[Row]]) -> list[str]:
         return []
     columns = [("waited for", "<"), ("A", ">"), ("", ">"), ("B", ">"), ("", ">")]
     title = "stalls of a step, mean over ranks, without warm-up, and their share of step time"
-    return [title, *_table(columns, table)]
+    return [title, *lay_table(columns, table)]
 
 
 def _memory(sections: dict[str, list[Row]]) -> list[str]:
@@ -258,14 +285,14 @@ def _memory(sections: dict[str, list[Row]]) -> list[str]:
         cells = [row["category"]]
         for measured, predicted in pairs:
             cells += [_size(measured), _size(predicted)]
-        table.append([*cells, _times(row["ratio"]), _MARK if off else ""])
+        table.append([*cells, _times(row["ratio"]), MARK if off else ""])
     if not table:
         return []
     columns = [
         ("category", "<"), ("A", ">"), ("predicted", ">"), ("B", ">"), ("predicted", ">"),
         ("B / A", ">"), ("", "<"),
     ]  # fmt: skip
-    return ["memory: peak of the largest rank", *_table(columns, table)]
+    return ["memory: peak of the largest rank", *lay_table(columns, table)]
 
 
 def _size(value: int | None) -> str:
@@ -280,16 +307,32 @@ def _verdicts(sections: dict[str, list[Row]]) -> list[str]:
     for row in sections["verdict"]:
         if row["curve"] == "training" or row["common_steps"]:
             lines.append(f"verdict: {_verdict(row)}")
-    weights = sections["weights"][0]
-    if weights["bitwise_equal"] is None:
-        none = [side.upper() for side in ("a", "b") if weights[f"{side}_sha256"] is None]
-        lines.append(f"verdict: final weights cannot be compared: no one set in {', '.join(none)}")
-    elif weights["bitwise_equal"]:
-        digest = _clean(weights["a_sha256"])[:16]
-        lines.append(f"verdict: final weights, as recorded, are bitwise equal (sha256 {digest})")
-    else:
-        lines.append("verdict: final weights differ")
-    return lines
+    return [*lines, *_weights(sections["weights"][0])]
+
+
+def _weights(row: Row) -> list[str]:
+    if row["bitwise_equal"] is None:
+        none = [side.upper() for side in ("a", "b") if row[f"{side}_sha256"] is None]
+        why = f"no one set in {', '.join(none)}" if none else "stages differ, and files are missing"
+        return [f"verdict: final weights cannot be compared: {why}"]
+    if row["compared"] == "files":
+        common = f"{row['common_params']} parameters"
+        if row["bitwise_equal"]:
+            return [f"verdict: final weights in the files are bitwise equal ({common})"]
+        lines = [f"verdict: final weights differ in {row['differing_params']} of {common}"]
+        if row["params_of_one"]:
+            lines[0] += f"; {row['params_of_one']} are in one run only"
+        if row["largest_difference_param"]:
+            lines[0] += ";"
+            lines.append(
+                f"  largest difference {row['largest_difference']:.3g} in "
+                f"{_clean(row['largest_difference_param'])}"
+            )
+        return lines
+    if row["bitwise_equal"]:
+        digest = _clean(row["a_sha256"])[:16]
+        return [f"verdict: final weights, as recorded, are bitwise equal (sha256 {digest})"]
+    return ["verdict: final weights differ"]
 
 
 def _verdict(row: Row) -> str:

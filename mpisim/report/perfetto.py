@@ -7,13 +7,14 @@ Process = rank. Its threads, each a track on which slices nest and never cross:
     waiting            plan ops that may block
     AXIS collectives   one slice per run of a collective; inside it what it did when
     AXIS send, recv    one slice per message, from posting until this rank saw it complete;
-                       messages in flight together get lanes of their own (send 2, send 3, ...)
+                       messages in flight together get lanes of their own (send 2, send 3, ...);
+                       a message between stages is complete for its sender when its WaitSend ends
 
 A flow arrow goes from every send to its receive: number n from a to b with a tag is number n that
-b receives from a with it. A step that was skipped says so in its name and in that of its
-OptimizerStep; both tell the loss scale and the branch that was taken. Counters show live bytes by
-category where the trace has them. Times are microseconds since the first event, in steps of a
-nanosecond, on rank 0's clock.
+b receives from a with it; between stages boundary, microbatch and kind say which. A step that was
+skipped says so in its name and in that of its OptimizerStep; both tell the loss scale and the
+branch that was taken. Counters show live bytes by category where the trace has them. Times are
+microseconds since the first event, in steps of a nanosecond, on rank 0's clock.
 """
 
 from __future__ import annotations
@@ -28,7 +29,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpisim.errors import CheckpointError
-from mpisim.report.traces import TRAIN, read_step_rows, read_traces, select_steps
+from mpisim.layouts.codecs import codec_spec
+from mpisim.layouts.frames import frame_bytes
+from mpisim.report.traces import (
+    TRAIN,
+    boundary_itemsize,
+    expand_stage_messages,
+    op_fields,
+    read_step_rows,
+    read_traces,
+    select_steps,
+    stage_message_keys,
+)
 from mpisim.trace.events import ACTIVITIES, ProgramTable
 from mpisim.trace.store import (
     RankTrace,
@@ -87,13 +99,14 @@ def export(run_dir: Path, out: Path, steps: tuple[int, int] | None = None) -> No
             f"run directory must hold trace/rank-*.bin to export; got {got} in {run_dir}. Run with "
             f"trace.enabled = true."
         )
+    lines = event_lines(traces, read_step_rows(run_dir), boundary_itemsize(run_dir))
     part = out.with_name(out.name + ".part")
     try:
         with open(part, "w", encoding="utf-8") as file:
             file.write('{"displayTimeUnit":"ms","otherData":')
             file.write(_json(_about(run_dir, traces)))
             file.write(',"traceEvents":[\n')
-            for number, text in enumerate(event_lines(traces, read_step_rows(run_dir))):
+            for number, text in enumerate(lines):
                 file.write(",\n" if number else "")
                 file.write(text)
             file.write("\n]}\n")
@@ -104,14 +117,18 @@ def export(run_dir: Path, out: Path, steps: tuple[int, int] | None = None) -> No
 
 
 def event_lines(
-    traces: list[RankTrace], step_rows: dict[int, dict[str, Any]] | None = None
+    traces: list[RankTrace],
+    step_rows: dict[int, dict[str, Any]] | None = None,
+    itemsize: int = 0,
 ) -> Iterator[str]:
     """Yield every event as one line of JSON: first the names of the tracks, then by time.
 
-    `step_rows` are the lines of metrics.jsonl by step, which tell what was skipped.
+    `step_rows` are the lines of metrics.jsonl by step, which tell what was skipped; `itemsize` is
+    that of what crosses from stage to stage, 0 if it is not known.
     """
-    ranks = [_Rank(trace, step_rows or {}) for trace in traces]
+    ranks = [_Rank(trace, step_rows or {}, itemsize) for trace in traces]
     flows = match_messages({rank.pid: rank.messages for rank in ranks})
+    match_stage_messages(ranks, 1 + max(int(f.max(initial=-1)) for f in flows.values()))
     zero_s = min(rank.first_s for rank in ranks)
     # A job that ended before its first step has tracks and no event.
     zero_s = zero_s if np.isfinite(zero_s) else 0.0
@@ -155,6 +172,19 @@ def match_messages(messages: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
                 numbers[receiver][there[:both]] = np.arange(used, used + both)
                 used += both
     return numbers
+
+
+def match_stage_messages(ranks: list[_Rank], first: int) -> None:
+    """Give both sides of every message between stages a number, from `first` on; -1: one side."""
+    sides: dict[tuple, list[tuple[np.ndarray, int]]] = {}
+    for rank in ranks:
+        for place, key in enumerate(stage_message_keys(rank.pid, rank.stage_messages)):
+            sides.setdefault(key, []).append((rank.stage_flows, place))
+    for both in sides.values():
+        if len(both) == 2:
+            for flows, place in both:
+                flows[place] = first
+            first += 1
 
 
 def assign_lanes(start: np.ndarray, end: np.ndarray) -> np.ndarray:
@@ -202,18 +232,24 @@ def _json(data: Any) -> str:
 class _Rank:
     """The events of one rank."""
 
-    def __init__(self, trace: RankTrace, step_rows: dict[int, dict[str, Any]]) -> None:
-        self.trace, self.pid = trace, trace.rank
+    def __init__(
+        self, trace: RankTrace, step_rows: dict[int, dict[str, Any]], itemsize: int
+    ) -> None:
+        self.trace, self.pid, self._itemsize = trace, trace.rank, itemsize
         self._outcomes = {step: _outcome(row) for step, row in step_rows.items()}
         self.ops = expand_ops(trace)
         self.activities = expand_activities(trace)
         self.messages = expand_messages(trace)
+        self.stage_messages = expand_stage_messages(trace)
+        self.stage_flows = np.full(len(self.stage_messages), -1)
+        """Number of the arrow of each message between stages; -1: it has none."""
         self.first_s, self._last_s = self._span()
         self._tracks: dict[str, int] = {}
         # Perfetto takes thread 0 of process 0 for the idle task, so threads count from 1.
         for name in ("steps", "compute", "waiting"):
             self._track(name)
         self._lanes = np.zeros(len(self.messages), dtype=np.int64)
+        self._stage_lanes = np.zeros(len(self.stage_messages), dtype=np.int64)
         self._name_lanes()
 
     def _track(self, name: str) -> int:
@@ -223,16 +259,24 @@ class _Rank:
         """Give each axis a track for its collectives and lanes for its sends and receives."""
         axes = {ident: program.axis for ident, program in self.trace.programs.items()}
         start = self.messages["posted_s"]
-        end, _ = self._message_ends()
+        end, _ = self._message_ends(self.messages)
         of_axis = np.array([axes[ident] for ident in self.messages["program"].tolist()])
-        for axis in dict.fromkeys(axes.values()):
-            self._track(f"{axis} collectives")
+        between = self.stage_messages
+        between_end, _ = self._message_ends(between)
+        for axis in dict.fromkeys([*axes.values(), *["pp"] * bool(len(between))]):
+            if axis in axes.values():
+                self._track(f"{axis} collectives")
             for is_send, way in ((True, "send"), (False, "recv")):
                 mine = np.flatnonzero((self.messages["is_send"] == is_send) & (of_axis == axis))
-                lanes = assign_lanes(start[mine], end[mine])
+                stages = np.flatnonzero((between["is_send"] == is_send) & (axis == "pp"))
+                lanes = assign_lanes(
+                    np.concatenate([start[mine], between["posted_s"][stages]]),
+                    np.concatenate([end[mine], between_end[stages]]),
+                )
                 for lane in range(int(lanes.max()) + 1 if len(lanes) else 0):
                     track = self._track(f"{axis} {way}" + (f" {lane + 1}" if lane else ""))
-                    self._lanes[mine[lanes == lane]] = track
+                    self._lanes[mine[lanes[: len(mine)] == lane]] = track
+                    self._stage_lanes[stages[lanes[len(mine) :] == lane]] = track
 
     def _span(self) -> tuple[float, float]:
         """Return the first start and the last known moment, (inf, -inf) if there is none."""
@@ -247,13 +291,13 @@ class _Rank:
         unfinished = ~np.isfinite(end_s) | (end_s < start_s)
         return np.where(unfinished, self._last_s, end_s), unfinished
 
-    def _message_ends(self) -> tuple[np.ndarray, np.ndarray]:
+    def _message_ends(self, messages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return when each message was complete, and which never were.
 
         A small send is done when it is posted; an arrow needs a slice of a nanosecond at least.
         """
-        start = self.messages["posted_s"]
-        ends, unfinished = self._closed(start, self.messages["completed_s"])
+        start = messages["posted_s"]
+        ends, unfinished = self._closed(start, messages["completed_s"])
         return np.maximum(ends, start + 2e-9), unfinished
 
     def names(self) -> Iterator[str]:
@@ -276,7 +320,8 @@ class _Rank:
         """Return all timed events of this rank in the order of the file."""
         made = [
             *self._op_events(zero_s), *self._collective_events(zero_s),
-            *self._message_events(zero_s, flows), *self._memory_events(zero_s),
+            *self._message_events(zero_s, flows), *self._stage_events(zero_s),
+            *self._memory_events(zero_s),
         ]  # fmt: skip
         made.sort()
         return iter(made)
@@ -312,6 +357,8 @@ class _Rank:
             if cut:
                 args["unfinished"] = True
             name = _short(plan.texts[index])
+            if len(self.stage_messages) and (micro := op_fields(plan.texts[index]).get("micro")):
+                name += f", micro {micro}"
             if plan.kinds[index] == "OptimizerStep":
                 # The plan is the same for both: only here is it known what the op did.
                 mark, outcome = self._outcomes.get(step, ("", {}))
@@ -367,7 +414,7 @@ class _Rank:
 
     def _message_events(self, zero_s: float, flows: np.ndarray) -> Iterator[_Event]:
         rows, programs = self.messages, self.trace.programs
-        ends, unfinished = self._message_ends()
+        ends, unfinished = self._message_ends(rows)
         start, end = _nanoseconds(rows["posted_s"], ends, zero_s)
         texts = {ident: self._op_of(program) for ident, program in programs.items()}
         columns = zip(
@@ -392,20 +439,55 @@ class _Rank:
                 args["unfinished"] = True
             label = program.label or program.collective
             yield self._slice(tid, begin, finish, f"{label} {way}", program.axis, args)
-            if flow < 0:
-                continue
-            arrow = {"name": "message", "cat": program.axis, "pid": self.pid, "tid": tid}
-            if is_send:
-                at, arrow = begin, {"ph": "s", **arrow}
-            else:
-                # Inside the slice, whose last nanosecond is its end.
-                at, arrow = max(finish - 1, begin), {"ph": "f", "bp": "e", **arrow}
-            yield _Event(at, _FLOW, 0, _json({**arrow, "ts": at / 1000, "id": flow}))
+            if flow >= 0:
+                yield self._arrow(tid, program.axis, flow, is_send, begin, finish)
+
+    def _arrow(
+        self, tid: int, axis: str, flow: int, is_send: bool, begin: int, finish: int
+    ) -> _Event:
+        """Return one end of an arrow, tied to the slice of its message."""
+        arrow = {"name": "message", "cat": axis, "pid": self.pid, "tid": tid}
+        if is_send:
+            at, arrow = begin, {"ph": "s", **arrow}
+        else:
+            # Inside the slice, whose last nanosecond is its end.
+            at, arrow = max(finish - 1, begin), {"ph": "f", "bp": "e", **arrow}
+        return _Event(at, _FLOW, 0, _json({**arrow, "ts": at / 1000, "id": flow}))
+
+    def _stage_events(self, zero_s: float) -> Iterator[_Event]:
+        """Yield slices and arrow ends of the messages between stages."""
+        rows, plans = self.stage_messages, self.trace.plans
+        ends, unfinished = self._message_ends(rows)
+        start, end = _nanoseconds(rows["posted_s"], ends, zero_s)
+        columns = zip(
+            *(rows[name].tolist() for name in ("step", "plan", "op_index", "is_send", "peer")),
+            start.tolist(), end.tolist(), unfinished.tolist(), self._stage_lanes.tolist(),
+            self.stage_flows.tolist(), strict=True,
+        )  # fmt: skip
+        for step, ident, index, is_send, peer, begin, finish, cut, tid, flow in columns:
+            text = plans[ident].texts[index]
+            words = op_fields(text)
+            kind = "grad" if plans[ident].kinds[index].endswith("Grad") else "activation"
+            args = {
+                "peer": peer, "axis": "pp", "kind": kind, "boundary": int(words["boundary"]),
+                "micro": int(words["micro"]), "codec": words["codec"], "op": text, "step": step,
+            }  # fmt: skip
+            nbytes = _frame_bytes(words, self._itemsize)
+            if nbytes is not None:
+                args["bytes"] = nbytes
+            if cut:
+                args["unfinished"] = True
+            way = f"to {peer}" if is_send else f"from {peer}"
+            yield self._slice(tid, begin, finish, f"{kind} {words['micro']} {way}", "pp", args)
+            if flow >= 0:
+                yield self._arrow(tid, "pp", flow, is_send, begin, finish)
 
     def _op_of(self, program: ProgramTable) -> str:
         """Return the text of the plan op that starts a collective, "" if none does."""
         what, _, number = program.label.partition(" ")
         kinds = {"bucket": ("StartSync",), "params": ("StartUnshard", "GatherParams")}
+        if program.axis == "pp":
+            kinds = {"bucket": ("ExchangeTied",)}
         for plan in self.trace.plans.values():
             for text in plan.texts:
                 kind, *pairs = text.split()
@@ -446,6 +528,17 @@ def _nanoseconds(
     """Round both ends to whole nanoseconds: what touched still touches, what nested still nests."""
     start = np.rint((start_s - zero_s) * 1e9).astype(np.int64)
     return start, np.rint((end_s - zero_s) * 1e9).astype(np.int64)
+
+
+def _frame_bytes(words: dict[str, str], itemsize: int) -> int | None:
+    """Return the bytes of a message between stages; None: dtype or codec is not known here."""
+    if not itemsize:
+        return None
+    try:
+        shape = [int(size) for size in words["shape"].split("x")]
+        return frame_bytes(codec_spec(words["codec"]), shape, itemsize)
+    except ValueError:  # a codec of an extension
+        return None
 
 
 def _outcome(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -123,6 +123,7 @@ def stage_rows(run: Run) -> list[Row]:
         for place in range(layout.pp)
     ]
     idle = [row["idle_share"] for row in rows if row["idle_share"] is not None]
+    alone = [_replayed_idle(played, rank) for rank in range(run.num_ranks if played else 0)]
     head = {
         "section": "pipeline",
         "dp": layout.dp,
@@ -133,7 +134,7 @@ def stage_rows(run: Run) -> list[Row]:
         "activation_codec": layout.activation_codec,
         "grad_codec": layout.grad_codec,
         "closed_form_bubble": _closed_form(layout),
-        "replayed_idle_share": None if played is None else float(played.stall_share),
+        "replayed_idle_share": None if played is None else sum(alone) / len(alone),
         "idle_share": sum(idle) / len(idle) if len(idle) == layout.pp else None,
         "step_s": max((made.step_s for made in times.values()), default=None),
         "replayed_step_s": None if played is None else float(played.step_s),
@@ -164,9 +165,8 @@ def _stage_row(
         return mean([measured[rank][cause] for rank in ranks if rank in measured])
 
     alone = None
-    if played is not None and played.step_s:
-        waits = [played.waits[rank] for rank in ranks]
-        alone = mean([float((w["receive"] + w["end"]) / played.step_s) for w in waits])
+    if played is not None:
+        alone = mean([_replayed_idle(played, rank) for rank in ranks])
     receive, control = share("receive"), share("control")
     return {
         "section": "stages",
@@ -190,6 +190,13 @@ def _stage_row(
         "idle_share": None if receive is None else receive + control,
         "replayed_idle_share": alone,
     }
+
+
+def _replayed_idle(played: PlanTimeline, rank: int) -> float:
+    """Return a rank's idle share of a replayed step: what counts as idle when it is measured."""
+    waits = played.waits[rank]
+    idle = sum(waits[cause] for cause in ("receive", "tied", "control", "end"))
+    return float(idle / played.step_s) if played.step_s else 0.0
 
 
 def _closed_form(layout: Layout) -> float | None:

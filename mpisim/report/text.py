@@ -5,16 +5,14 @@ Ranks with the same figures share one line, so the tables stay short whatever th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-
 from mpisim.report.excess import excess_lines
 from mpisim.report.rows import Row
+from mpisim.report.stage_text import pipeline_lines, replica_lines
+from mpisim.report.tables import MARK, lay_table, merge_ranks, plural
 from mpisim.units import format_bytes, format_seconds
 
 CAUSES = {"recv": "receive", "send": "send"}
 """What a rank waited for, in words; "send" is the completion of one."""
-
-_MARK = "  <-- DIFFERS"
 
 _MOST_RANKS = 16
 """Ranks up to which each has a line in the table of stalls."""
@@ -28,8 +26,8 @@ def make_text(rows: list[Row]) -> str:
     run = by_section["run"][0]
     lines = [*_alarms(run, by_section), *_head(run)]
     parts = (
-        _speed, _losses, _traffic, _traffic_so_far, _matrix, _stalls, _memory, _memory_so_far,
-        _verdict,
+        _speed, pipeline_lines, _losses, _traffic, _traffic_so_far, _matrix, _stalls, _memory,
+        _memory_so_far, _verdict,
     )  # fmt: skip
     for part in parts:
         made = part(run, by_section)
@@ -78,6 +76,8 @@ def _faults(check: Row) -> list[str]:
     faults = [text.format(check[key]) for key, text in words.items() if check.get(key)]
     if check["replica_sets"] > 1:
         faults.append(f"different sets of parameters that replicas hold: {check['replica_sets']}")
+    if check["tied_sets"] > 1:
+        faults.append(f"different tables that both ends of a tied one hold: {check['tied_sets']}")
     return faults
 
 
@@ -87,15 +87,11 @@ def _head(run: Row) -> list[str]:
     wall = f", {format_seconds(run['wall_s'])} wall time" if run["wall_s"] is not None else ""
     steps = f"{made}" if made == planned else f"{made} of {planned}"
     return [
-        f"run {run['name']}: {run['ranks']} rank{_s(run['ranks'])}{hosts} ({run['transport']}), "
-        f"{steps} steps{wall}",
+        f"run {run['name']}: {run['ranks']} rank{plural(run['ranks'])}{hosts} "
+        f"({run['transport']}), {steps} steps{wall}",
         f"data: {run['data']}",
         f"started {run['started']}, " + (f"ended {run['ended']}" if run["ended"] else "not ended"),
     ]
-
-
-def _s(number: int) -> str:
-    return "" if number == 1 else "s"
 
 
 # Speed and loss -----------------------------------------------------------------------------
@@ -121,7 +117,7 @@ def _speed(run: Row, sections: dict[str, list[Row]]) -> list[str]:
         "latency of a step, same steps",
     ]
     names = ("p50", "p95", "p99", "mean", "min", "max")
-    lines += _table(
+    lines += lay_table(
         [(name, ">") for name in names],
         [[format_seconds(latency[f"{name}_s"]) for name in names]],
     )
@@ -138,8 +134,8 @@ def _losses(run: Row, sections: dict[str, list[Row]]) -> list[str]:
     ]
     if skipped := loss["skipped_steps"]:
         lines.append(
-            f"skipped: {skipped} step{_s(skipped)} with gradients that are not finite; last scale "
-            f"{loss['last_loss_scale']:g}"
+            f"skipped: {skipped} step{plural(skipped)} with gradients that are not finite; last "
+            f"scale {loss['last_loss_scale']:g}"
         )
     heldout = sections.get("heldout", [])
     if heldout:
@@ -166,14 +162,14 @@ def _losses(run: Row, sections: dict[str, list[Row]]) -> list[str]:
             if has_bytes:
                 cells.append(f"{row['below_byte_baseline']:+.1%}")
             table.append(cells)
-        lines += _table(columns, table)
+        lines += lay_table(columns, table)
     elif run["status"] == "done":
         lines.append("held out: nothing was held out")
     baselines = sections.get("baseline", [])
     if baselines:
         split = {"heldout": "held-out", "train": "training"}.get(baselines[0]["measured_on"], "")
         lines.append(f"baselines, on the {split} rows")
-        lines += _table(
+        lines += lay_table(
             [("name", "<"), ("loss", ">"), ("", "<")],
             [
                 [
@@ -207,12 +203,12 @@ def _traffic(run: Row, sections: dict[str, list[Row]]) -> list[str]:
 
     table = []
     moved = [row for row in rows if any(values(row))]
-    for ranks, row in _merge(moved, ("axis", "collective", "direction"), values):
+    for ranks, row in merge_ranks(moved, ("axis", "collective", "direction"), values):
         off = row["difference_messages"] or row["difference_bytes"]
         table.append(
             [
-                ranks, row["axis"], row["collective"], row["direction"],
-                *(f"{row[field]:,}" for field in fields), _MARK if off else "",
+                ranks, row["axis"], collective_name(row), row["direction"],
+                *(f"{row[field]:,}" for field in fields), MARK if off else "",
             ]
         )  # fmt: skip
     columns = [
@@ -221,7 +217,13 @@ def _traffic(run: Row, sections: dict[str, list[Row]]) -> list[str]:
     ]  # fmt: skip
     if not table:
         return ["traffic, whole run: no message, as the step tables say"]
-    return ["traffic, whole run: measured beside the step tables", *_table(columns, table)]
+    return ["traffic, whole run: measured beside the step tables", *lay_table(columns, table)]
+
+
+def collective_name(row: Row) -> str:
+    """Return what a row of traffic is about, in words."""
+    tied = row["axis"] == "pp" and row["collective"] == "all_reduce"
+    return "all_reduce (tied)" if tied else row["collective"]
 
 
 def _traffic_so_far(run: Row, sections: dict[str, list[Row]]) -> list[str]:
@@ -234,15 +236,16 @@ def _traffic_so_far(run: Row, sections: dict[str, list[Row]]) -> list[str]:
     ]  # fmt: skip
     table = [
         [
-            row["axis"], row["collective"], row["direction"], f"{row['rank0_messages']:,}",
+            row["axis"], collective_name(row), row["direction"], f"{row['rank0_messages']:,}",
             f"{row['mean_messages']:,.1f}", f"{row['rank0_bytes']:,}",
             f"{row['mean_bytes']:,.0f}",
         ]
         for row in rows
+        if row["mean_messages"]
     ]  # fmt: skip
     return [
         "traffic of the training steps made; predicted figures are written when a run ends",
-        *_table(columns, table),
+        *lay_table(columns, table),
     ]
 
 
@@ -258,13 +261,13 @@ def _matrix(run: Row, sections: dict[str, list[Row]]) -> list[str]:
             f"each as predicted (difference 0)"
         ]
     lines = [f"bytes matrix: {len(wrong)} of {len(rows)} pairs differ from the predicted bytes"]
-    return lines + _table(
+    return lines + lay_table(
         [("sender", ">"), ("receiver", ">"), ("bytes", ">"), ("table", ">"), ("diff", ">"),
          ("", "<")],
         [
             [
                 str(row["sender"]), str(row["receiver"]), f"{row['bytes']:,}",
-                f"{row['predicted_bytes']:,}", f"{row['difference_bytes']:,}", _MARK,
+                f"{row['predicted_bytes']:,}", f"{row['difference_bytes']:,}", MARK,
             ]
             for row in wrong
         ],
@@ -277,6 +280,9 @@ def _matrix(run: Row, sections: dict[str, list[Row]]) -> list[str]:
 def _stalls(run: Row, sections: dict[str, list[Row]]) -> list[str]:
     rows = sections.get("stalls", [])
     steady = sections.get("steady_stalls", [])
+    unused = _unused_axes(sections)
+    rows = [row for row in rows if row["axis"] not in unused]
+    steady = [row for row in steady if row["axis"] not in unused]
     keys = list(dict.fromkeys((row["axis"], row["cause"]) for row in rows or steady))
     if not keys:
         return []
@@ -296,13 +302,14 @@ def _stalls(run: Row, sections: dict[str, list[Row]]) -> list[str]:
             )
             shown = {rank: ranks[rank] for rank in sorted(worst[:_MOST_RANKS])}
             lines.append(f"  the {_MOST_RANKS} of {len(ranks)} ranks that waited longest")
-        for rank, cells in shown.items():
+        for cells in shown.values():
             spent = [cells[key]["stall_s"] if key in cells else 0.0 for key in keys]
             shares = [cell["share_of_step_time"] for cell in cells.values()]
             share = None if None in shares else sum(shares)
             table.append(
                 [
-                    f"rank {rank}", *(_seconds(value) for value in spent), _seconds(sum(spent)),
+                    _rank_name(next(iter(cells.values())), sections),
+                    *(_seconds(value) for value in spent), _seconds(sum(spent)),
                     "-" if share is None else f"{share:.1%}",
                 ]
             )  # fmt: skip
@@ -317,10 +324,25 @@ def _stalls(run: Row, sections: dict[str, list[Row]]) -> list[str]:
             ]
         )  # fmt: skip
     columns = [("", "<"), *((name, ">") for name in names), ("all", ">"), ("of step time", ">")]
-    lines += _table(columns, table)
+    lines += lay_table(columns, table)
     if run["traced"] is False:
         lines.append("  without a trace, all time in a blocking op counts as waiting for a receive")
     return lines
+
+
+def _unused_axes(sections: dict[str, list[Row]]) -> set[str]:
+    """Return the axes that a run does not have: nothing was waited for there."""
+    waited = {row["axis"] for row in sections.get("stalls", ()) if row["stall_s"]}
+    waited |= {row["axis"] for row in sections.get("steady_stalls", ()) if row["stall_s_per_step"]}
+    if "pipeline" not in sections:
+        return {"pp"} - waited
+    # With one replica its sums end as they begin: what the clock shows is the clock.
+    return {"dp"} if sections["pipeline"][0]["dp"] == 1 else set()
+
+
+def _rank_name(row: Row, sections: dict[str, list[Row]]) -> str:
+    name = f"rank {row['rank']}"
+    return f"{name}, stage {row['stage']}" if "pipeline" in sections else name
 
 
 def _seconds(seconds: float) -> str:
@@ -344,19 +366,19 @@ def _memory(run: Row, sections: dict[str, list[Row]]) -> list[str]:
         return row["peak_bytes"], row["predicted_peak_bytes"]
 
     table = []
-    for ranks, row in _merge(counted, ("category",), values):
+    for ranks, row in merge_ranks(counted, ("category",), values):
         table.append(
             [
                 ranks, row["category"], f"{row['peak_bytes']:,}",
                 f"{row['predicted_peak_bytes']:,}", f"{row['difference_bytes']:,}",
-                format_bytes(row["peak_bytes"]), _MARK if row["difference_bytes"] else "",
+                format_bytes(row["peak_bytes"]), MARK if row["difference_bytes"] else "",
             ]
         )  # fmt: skip
     columns = [
         ("rank", ">"), ("category", "<"), ("peak bytes", ">"), ("predicted", ">"), ("diff", ">"),
         ("", ">"), ("", "<"),
     ]  # fmt: skip
-    lines = ["memory: peak bytes of what the engine owns, by category", *_table(columns, table)]
+    lines = ["memory: peak bytes of what the engine owns, by category", *lay_table(columns, table)]
     totals = [row for row in rows if row["category"] == "total"]
     worst = max(totals, key=lambda row: row["peak_bytes"], default=None)
     if worst is not None and worst["peak_op"]:
@@ -418,7 +440,7 @@ def _measured(rows: list[Row]) -> list[str]:
     row = differing[0]
     lines.append(
         f"  measured - ledger = {row['difference_peak_bytes']:,} at the peak of rank "
-        f"{row['rank']}, at most {row['difference_gap_bytes']:,} at the end of an op{_MARK}"
+        f"{row['rank']}, at most {row['difference_gap_bytes']:,} at the end of an op{MARK}"
     )
     return [*lines, *([f"    after {row['gap_op']}"] if row["gap_op"] else [])]
 
@@ -437,7 +459,7 @@ def _memory_so_far(run: Row, sections: dict[str, list[Row]]) -> list[str]:
     columns = [
         ("category", "<"), ("rank 0", ">"), ("least rank", ">"), ("largest rank", ">"), ("", ">"),
     ]  # fmt: skip
-    return ["memory: peak bytes so far of what the engine owns", *_table(columns, table)]
+    return ["memory: peak bytes so far of what the engine owns", *lay_table(columns, table)]
 
 
 # The end ------------------------------------------------------------------------------------
@@ -447,69 +469,11 @@ def _verdict(run: Row, sections: dict[str, list[Row]]) -> list[str]:
     if "check" not in sections:
         return []
     lines = []
-    for row in sections["replicas"]:
-        if row["bitwise_equal"]:
-            lines.append(
-                f"replicas: parameters bitwise equal on {row['ranks']} rank{_s(row['ranks'])} "
-                f"(sha256 {row['params_sha256'][:16]})"
-            )
-        else:
-            lines.append(
-                f"replicas: {row['ranks']} rank{_s(row['ranks'])} from rank {row['first_rank']} "
-                f"hold sha256 {row['params_sha256'][:16]}{_MARK}"
-            )
+    lines += replica_lines(sections)
     faults = _faults(sections["check"][0])
     lines.append(
-        f"check: DIFFERENCE, see the first lines and those marked {_MARK.strip()}"
+        f"check: DIFFERENCE, see the first lines and those marked {MARK.strip()}"
         if faults
         else "check: measured - predicted = 0 for every byte, message, pair and memory peak"
     )
     return lines
-
-
-# Tables -------------------------------------------------------------------------------------
-
-
-def _merge(
-    rows: Iterable[Row], keys: Sequence[str], values: Callable[[Row], tuple]
-) -> list[tuple[str, Row]]:
-    """Join the rows of ranks that say the same, key by key; returns (ranks as text, row)."""
-    by_key: dict[tuple, dict[tuple, list[Row]]] = {}
-    for row in rows:
-        key = tuple(row[name] for name in keys)
-        by_key.setdefault(key, {}).setdefault(values(row), []).append(row)
-    return [
-        (_ranges([row["rank"] for row in same]), same[0])
-        for groups in by_key.values()
-        for same in groups.values()
-    ]
-
-
-def _ranges(ranks: list[int]) -> str:
-    """Return sorted numbers as text, such as ``0, 2-5``."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and parts[-1][1] == rank - 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    return ", ".join(str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in parts)
-
-
-def _table(columns: list[tuple[str, str]], rows: list[list[str]]) -> list[str]:
-    """Return a head and one line per row; columns are (name, "<" or ">")."""
-    widths = [
-        max(len(name), *(len(row[number]) for row in rows)) if rows else len(name)
-        for number, (name, _) in enumerate(columns)
-    ]
-    lines = [[name for name, _ in columns], *rows]
-    return [
-        (
-            "  "
-            + "  ".join(
-                f"{cell:{side}{width}}"
-                for cell, (_, side), width in zip(line, columns, widths, strict=True)
-            )
-        ).rstrip()
-        for line in lines
-    ]

@@ -66,6 +66,16 @@ def read_step_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
     return {row["step"]: row for row in load_run(run_dir).steps}
 
 
+def boundary_itemsize(run_dir: Path) -> int:
+    """Return the bytes of an element of what crosses from stage to stage; 0: not known."""
+    if not (Path(run_dir) / "run.json").is_file():
+        return 0
+    config = load_run(run_dir).config
+    compute = (config.get("precision") or {}).get("compute", "same")
+    name = (config.get("model") or {}).get("dtype") if compute == "same" else compute
+    return {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}.get(name, 0)
+
+
 def training_part(trace: RankTrace) -> RankTrace:
     """Return a trace without the ops of evaluations."""
     training = {ident for ident, plan in trace.plans.items() if plan.name.startswith(TRAIN)}

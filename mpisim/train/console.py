@@ -153,9 +153,10 @@ def _pipeline(config: RunConfig, plan: Plan) -> str:
     # Place by place on axis pp: that of a rank in the first replica is its number.
     cuts = [[len(chunk) for chunk in plan.chunks(place)] for place in range(plan.mesh.pp)]
     counts = ", ".join("+".join(map(str, cut)) for cut in cuts)
+    where = "stage" if parallel.chunks == 1 else "place, chunk by chunk,"
     text = (
         f"pipeline: schedule {parallel.schedule}, {len(plan.stages)} stages, "
-        f"{config.train.num_microbatches} microbatches; blocks per rank of a pipeline {counts}"
+        f"{config.train.num_microbatches} microbatches; blocks per {where} {counts}"
     )
     codecs = {"activations": compression.activations, "gradients": compression.grads}
     named = [f"{what} as {codec}" for what, codec in codecs.items() if codec != "none"]

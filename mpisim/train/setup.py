@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -347,7 +346,6 @@ class Setup:
         optimizer = self.config.optimizer
         blocks = plan.rank_blocks(rank)
         kept = {"inputs": plan.blocks[0] in blocks, "targets": plan.blocks[-1] in blocks}
-        itemsize = self.policy.compute_dtype.itemsize
         return predict_memory(
             plan, rank, partial(self.specs, kind=plan.kind, base=plan.tag == "base"),
             itemsizes=self.itemsizes,
@@ -356,7 +354,7 @@ class Setup:
             batch_bytes=lambda rows, length: held_batch_bytes(self.config, rows, length, **kept),
             data_bytes=data_bytes + sampling_bytes(sum(plan.rows[rank])),
             working=engine_working(self.config, self.policy, self._conditions("train"), **kept),
-            residual_bytes=sum(itemsize * math.prod(s) for s in self.residuals(rank).values()),
+            residuals=self.residuals(rank),
         )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,29 @@ import pytest
 
 from mpisim.cli import main
 from mpisim.config import load_config
+from mpisim.plan.text import parse_plan, plan_text
+from mpisim.train.setup import Setup
+
+PIPELINE = """
+train.steps = 2
+train.global_batch = 16
+train.num_microbatches = 4
+data.kind = "text"
+data.path = "no/such/file"
+data.window = 8
+model.kind = "decoder"
+model.d_model = 16
+model.num_blocks = 6
+model.num_heads = 2
+parallel.pp = 4
+"""
+
+
+@pytest.fixture
+def pipeline(tmp_path):
+    path = tmp_path / "pipeline.toml"
+    path.write_text(PIPELINE)
+    return path
 
 
 @pytest.fixture
@@ -121,3 +145,130 @@ def test_a_plan_text_and_its_edit(config, tmp_path, capsys):
     path.write_text(text.replace("micro=0", "micro=x", 1))
     assert main(["plan", "check", str(path)]) == 2
     assert "must be an op or a head line" in complaint(capsys)
+
+
+def test_a_plan_without_stages_is_shown_as_its_ops(config, capsys):
+    """So it has always been, and scripts read it."""
+    outputs = []
+    for words in ([], ["--ops"]):
+        assert main(["plan", "show", str(config), "--ranks", "2", *words]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] == plan_text(Setup(load_config(config), 2).full_plan())
+
+
+def test_a_pipeline_is_shown_as_a_grid(pipeline, capsys):
+    assert main(["plan", "show", str(pipeline), "--ranks", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[0] == "1f1b: 4 ranks deep, 4 microbatches"
+    assert lines[2:7] == [
+        "  slot    0  1  2  3  4  5  6  7  8  9  10 11 12 13",
+        "  rank 0  F0 F1 F2 F3 .  .  .  B0 .  B1 .  B2 .  B3",
+        "  rank 1  .  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3 .",
+        "  rank 2  .  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .  .",
+        "  rank 3  .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .  .",
+    ]
+    table = next(n for n, line in enumerate(lines) if "share of cost" in line)
+    rows = [line.split() for line in lines[table + 1 : table + 5]]
+    plan = Setup(load_config(pipeline), 4).full_plan()
+    for rank, row in enumerate(rows):
+        assert row[0] == str(rank)
+        held = sum(spec.size for bucket in plan.rank_buckets(rank) for spec in bucket.params)
+        assert int(row[1].replace(",", "")) == held
+        assert row[3] == str(4 - rank)
+        assert row[4] == plan.rank_blocks(rank)[0] and row[-1] == plan.rank_blocks(rank)[-1]
+    assert sum(float(row[2].rstrip("%")) for row in rows) == pytest.approx(100, abs=0.3)
+    assert "  idle in this grid: 3/7 = 42.9%" in lines
+    assert any(line.startswith("  predicted stall share: ") for line in lines)
+
+
+def test_the_prediction_follows_the_cluster(pipeline, capsys):
+    """Slow links leave more idle than the schedule alone; speed alone changes no share."""
+    shares = []
+    for words in (
+        [], ["--set", "cluster.flops_per_s=1e6"], ["--set", "cluster.latency_s=0.01"],
+        ["--set", "cluster.bytes_per_s=1e5"],
+    ):  # fmt: skip
+        assert main(["plan", "show", str(pipeline), "--ranks", "4", *words]) == 0
+        out = capsys.readouterr().out
+        shares.append(float(re.search(r"predicted stall share: ([\d.]+)%", out)[1]))
+    assert shares[0] == shares[1] < min(shares[2:])
+    assert 30 < shares[0] < 60
+    assert "links of 0 s and 100000 bytes/s" in out
+
+
+def test_equal_stages_stall_as_the_grid_says(tmp_path, capsys):
+    """Blocks of nearly equal cost, no embedding and no wide head: what is idle is predicted."""
+    path = tmp_path / "equal.toml"
+    path.write_text(
+        'data.kind = "regression"\ndata.num_rows = 60\ndata.num_features = 32\n'
+        f"data.num_targets = 32\nmodel.hidden = {[32] * 15}\ntrain.global_batch = 8\n"
+        "train.num_microbatches = 8\nparallel.pp = 4\n"
+    )
+    assert main(["plan", "show", str(path), "--ranks", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "idle in this grid: 3/11 = 27.3%" in out
+    share = float(re.search(r"predicted stall share: ([\d.]+)%", out)[1])
+    assert share == pytest.approx(27.3, abs=3)
+
+
+def test_the_ops_of_a_pipeline_are_read_back(pipeline, tmp_path, capsys):
+    words = ["--set", "parallel.schedule=zb-h1", "--set", "parallel.dp=2"]
+    assert main(["plan", "show", str(pipeline), "--ranks", "8", "--ops", *words]) == 0
+    text = capsys.readouterr().out
+    assert len(parse_plan(text).ranks) == 8
+    path = tmp_path / "plan.txt"
+    path.write_text(text)
+    assert main(["plan", "check", str(path)]) == 0
+    assert "ok: order, matching, deadlock, leaks" in capsys.readouterr().out
+    lines = text.splitlines()
+    del lines[next(n for n, line in enumerate(lines) if "RecvGrad" in line)]
+    path.write_text("\n".join(lines) + "\n")
+    assert main(["plan", "check", str(path)]) == 1
+    assert "backward must follow the backward of the block after" in capsys.readouterr().err
+
+
+def test_chunks_and_replicas_are_shown(pipeline, capsys):
+    words = [
+        "parallel.schedule=interleaved", "parallel.chunks=2", "model.num_blocks=8",
+        "parallel.dp=2", "parallel.zero=2", "memory.recompute=full",
+    ]  # fmt: skip
+    words = [part for word in words for part in ("--set", word)]
+    assert main(["plan", "show", str(pipeline), "--ranks", "8", *words]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("interleaved: 4 ranks deep of 2 chunks, 4 microbatches, 2 replicas\n")
+    assert "  ranks 3, 7  .   .   .   F0a" in out and "a, b: chunk of the rank" in out
+    assert re.search(r"^  0, 4 .* \| ", out, flags=re.MULTILINE)
+
+
+def test_a_picture_is_written_where_it_is_asked_for(pipeline, tmp_path, capsys, monkeypatch):
+    from mpisim.train import overview
+
+    calls = []
+    monkeypatch.setattr(overview, "write_picture", lambda view, out: calls.append((view, out)))
+    out = tmp_path / "plan.png"
+    assert main(["plan", "show", str(pipeline), "--ranks", "4", "--png", str(out)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-1] == f"wrote {out}" and printed.err == ""
+    assert [(view.title, path) for view, path in calls] == [
+        ("1f1b: 4 ranks deep, 4 microbatches", out)
+    ]
+
+
+def test_a_picture_without_the_scripts_or_their_library_is_refused(
+    pipeline, tmp_path, capsys, monkeypatch
+):
+    """An installed package has no plots/; matplotlib is an extra."""
+    import importlib.util
+
+    import mpisim
+
+    out = tmp_path / "plan.png"
+    words = ["plan", "show", str(pipeline), "--ranks", "4", "--ops", "--png", str(out)]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(words) == 2
+    assert "pictures must have matplotlib" in capsys.readouterr().err
+    monkeypatch.setattr(mpisim, "__file__", str(tmp_path / "mpisim" / "__init__.py"))
+    assert main(words) == 2
+    assert "drawn from a checkout, where plots/ is" in capsys.readouterr().err
+    assert not out.exists()

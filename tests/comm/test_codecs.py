@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from fuzz_frames import (
@@ -435,8 +437,14 @@ def test_a_codec_of_ones_own_runs_like_the_others(largest_only):
     assert residual.tolist() == [[1, 0], [2, 3]]
     with pytest.raises(ValueError, match="codec 'largest'; got float64"):
         roundtrip(largest_only, x.astype(np.float64))
+    # A file that registers it may be read again; built-in names and codes of others are taken.
+    again = replace(largest_only, dtypes=("float32", "float64"))
+    register_codec(again, *codecs._user_codecs["largest"])
+    assert codec_spec("largest") is again
     with pytest.raises(ValueError, match="name must be new"):
-        register_codec(largest_only, None, None)
+        register_codec(replace(again, name="fp16"), None, None)
+    with pytest.raises(ValueError, match="not in use; got 130"):
+        register_codec(replace(again, name="other"), None, None)
 
 
 def test_bytes_that_ones_own_codec_refuses_are_a_mismatch(largest_only):

@@ -185,6 +185,16 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 """What is varied. `tail`: rows of a short last batch; with fewer than ranks or microbatches some of
 them get none. `wide`: parameters that take more than one tile of working space."""
 
+WIDE_CODECS = "fp16 and bf16"
+PIPELINE_FACTORS: dict[str, tuple[Any, ...]] = {
+    "pp": (2, 3, 4),
+    "schedule": ("1f1b", "naive", "gpipe", "interleaved", "zb-h1"),
+    "codecs": ("none", "int8 and int3-token", "int2-token and int8, feedback", WIDE_CODECS),
+    "bottleneck": (0, 5),
+}
+"""What is varied beside `FACTORS` where a cover's limits say so; `ranks` is then the degree of axis
+dp. Models of too few blocks for their stages get more."""
+
 CANDIDATES = 60
 """Cases of which the one that adds most to a cover is taken."""
 
@@ -192,6 +202,11 @@ Case = dict[str, Any]
 
 _OF_DECODERS = ("tied", "kv_heads", "dropout", "chunk", "blocks")
 _OF_MLPS = ("activation", "hidden")
+
+
+def size_of(case: Case) -> int:
+    """Return how many ranks a case has."""
+    return case["ranks"] * case.get("pp", 1)
 
 
 def _canonical(case: Case) -> Case:
@@ -212,7 +227,14 @@ def _canonical(case: Case) -> Case:
         fixed += _OF_DECODERS
         if case["recompute"] == "selective":
             fixed += ["recompute"]
-    case |= {name: FACTORS[name][0] for name in fixed}
+    if "pp" in case:
+        fixed += ["bucket_bytes"]
+        if case["job"] not in ("packed", "padded"):
+            fixed += ["bottleneck"]
+        if case["codecs"] == WIDE_CODECS and "float16" in case["precision"].partition(",")[0]:
+            fixed += ["codecs"]  # a cast to 16 bits of numbers of 16 bits
+    factors = FACTORS | PIPELINE_FACTORS
+    case |= {name: factors[name][0] for name in fixed if name in case}
     return case
 
 
@@ -227,11 +249,11 @@ def _draw(draws: random.Random, factors: dict[str, tuple], wanted: Iterable = ()
 
 @functools.cache
 def _cover(
-    count: int, seed: int, limits: tuple[tuple[str, tuple[Any, ...]], ...]
+    count: int, seed: int, samples: int, limits: tuple[tuple[str, tuple[Any, ...]], ...]
 ) -> tuple[list[Case], int]:
     draws = random.Random(seed)
     factors = FACTORS | dict(limits)
-    missing = set().union(*(_pairs(_draw(draws, factors)) for _ in range(4000)))
+    missing = set().union(*(_pairs(_draw(draws, factors)) for _ in range(samples)))
     cases: list[Case] = []
     while len(cases) < count:
         # In a fixed order: that of a set differs from process to process.
@@ -282,6 +304,7 @@ def config_of(case: Case, folder: Path) -> RunConfig:
     batch = pieces * max(1, 24 // pieces)
     dtype, precision = PRECISIONS[case["precision"]]
     wide, (recompute, _, every) = case["wide"], case["recompute"].partition(" every ")
+    blocks, hidden = case["blocks"], ((130, 70, 9) if wide else (7, 5, 6))[: case["hidden"]]
     sections: dict[str, dict[str, Any]] = {
         "precision": precision,
         "memory": {"recompute": recompute, "recompute_every": int(every or 1), "measure": "hook"},
@@ -302,10 +325,11 @@ def config_of(case: Case, folder: Path) -> RunConfig:
         "comm": {"algorithm": case["algorithm"]},
         "trace": {"enabled": False},
     }  # fmt: skip
+    if "pp" in case:
+        blocks, hidden = _add_stages(sections, case, blocks, hidden)
     if case["job"] in ("text", "regression"):
         sections["model"] = {
-            "hidden": ((130, 70, 9) if wide else (7, 5, 6))[: case["hidden"]],
-            "activation": case["activation"], "dtype": dtype,
+            "hidden": hidden, "activation": case["activation"], "dtype": dtype,
         }  # fmt: skip
         if case["job"] == "text":
             sections["data"] = {"window": 5}
@@ -316,7 +340,7 @@ def config_of(case: Case, folder: Path) -> RunConfig:
         sections["data"] = {"window": 9, "layout": case["job"]}
         sections["model"] = {
             "kind": "decoder", "dtype": dtype, "d_model": 36 if wide else 12, "num_heads": 2,
-            "num_kv_heads": case["kv_heads"], "d_ff": 23, "num_blocks": case["blocks"],
+            "num_kv_heads": case["kv_heads"], "d_ff": 23, "num_blocks": blocks,
             "tied": case["tied"], "dropout": case["dropout"], "loss_chunk_tokens": case["chunk"],
         }  # fmt: skip
     kind = "regression" if case["job"] == "regression" else "text"
@@ -324,6 +348,30 @@ def config_of(case: Case, folder: Path) -> RunConfig:
     if kind == "text":
         Path(config.data.path).write_bytes(TEXT)
     return _with_rows(config, batch + case["tail"])
+
+
+def _add_stages(
+    sections: dict[str, dict[str, Any]], case: Case, blocks: int, hidden: tuple[int, ...]
+) -> tuple[int, tuple[int, ...]]:
+    """Write what a config says of stages; return blocks and hidden widths that suffice for them."""
+    chunks = 2 if case["schedule"] == "interleaved" else 1
+    stages = case["pp"] * chunks
+    # Beside what is inside: a head, and an embedding unless the rows are features.
+    ends = 1 if case["job"] == "regression" else 2
+    blocks = max(blocks, stages - ends)
+    hidden += (6, 9, 4, 7, 5, 8, 3)[: max(0, stages - ends - len(hidden))]
+    inner = len(hidden) if case["job"] in ("text", "regression") else blocks
+    names, _, feedback = case["codecs"].partition(", ")
+    activations, _, grads = names.partition(" and ")
+    sections["parallel"] |= {
+        "pp": case["pp"], "schedule": case["schedule"], "chunks": chunks,
+        "split": (*(1,) * (stages - 1), inner + ends - stages + 1) if chunks > 1 else (),
+    }  # fmt: skip
+    sections["compression"] = {
+        "activations": activations, "grads": grads or "none", "error_feedback": bool(feedback),
+        "bottleneck": case["bottleneck"], "start": "random",
+    }  # fmt: skip
+    return blocks, hidden
 
 
 def _with_rows(config: RunConfig, wanted: int) -> RunConfig:

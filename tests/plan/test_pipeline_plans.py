@@ -147,6 +147,7 @@ def test_every_evaluation_passes(pp, schedule, zero):
         places = range(plan.mesh.coordinate(rank)["pp"], last, pp)
         assert sends == {(stage, micro) for stage in places for micro in range(2)}
         assert not kinds(plan, (SendGrad, RecvGrad, StartSync, ExchangeTied), rank)
+        assert in_flight(plan, rank) == 0
 
 
 def test_uneven_rows_travel_in_their_own_shapes():
@@ -661,6 +662,20 @@ def test_another_split_of_the_same_ops_is_refused():
     refused(replace(PLAN, stages=stages), "block block0 must lie on the rank", ranks=[0])
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rows": ((2, 2, 2), (2, 2, 1))},
+        {"lengths": ((4, 4, 4), (4, 4, 3))},
+    ],
+)
+def test_stages_that_see_other_rows_are_refused(wrong):
+    """The shapes in the messages would be those of one of them only."""
+    rule = "all stages of a replica must see the same rows; got .* on rank 1 and .* on rank 0"
+    with pytest.raises(PlanError, match=rule):
+        check_plan(replace(PLAN, **wrong))
+
+
 # --- sums and ends that are refused ----------------------------------------------------------
 
 TIED = {zero: pipeline_plan(2, 2, "1f1b", dp=2, num_blocks=2, zero=zero) for zero in (0, 1, 2, 3)}
@@ -747,6 +762,17 @@ def test_an_exchange_of_another_count_is_refused(zero, change):
     wrong = replace(op, count=op.count + change)
     plan = replaced(TIED[zero], op, wrong, ranks=[0])
     refused(plan, f"an exchange must be of {op.count} elements", op=op_text(wrong), ranks=[0])
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ends_in_different_dtypes_are_refused(zero, rank):
+    """Both sums would be wrong, or the longer one would hang."""
+    op, _ = ends(TIED[zero], rank)
+    wrong = replace(op, dtype="float32")
+    plan = replaced(TIED[zero], op, wrong, ranks=[rank])
+    with pytest.raises(PlanError, match="both ends must exchange one dtype, and not float(32|64)"):
+        check_plan(plan)
 
 
 def test_an_exchange_with_another_rank_is_refused():
@@ -868,6 +894,22 @@ def test_blocking_sends_of_1f1b_are_a_circle():
         "  rank 0 in WaitSend boundary=0 micro=1 peer=1 kind=activation waits for rank 1",
         "  rank 1 in WaitSend boundary=0 micro=0 peer=0 kind=grad waits for rank 0",
     ]
+
+
+def test_the_place_of_an_error_is_marked_in_the_grid():
+    """What stands before the marks has run; rows, marks, then the ops around them."""
+    with pytest.raises(DeadlockError) as caught:
+        check_plan(at_once(PLAN))
+    lines = str(caught.value).splitlines()
+    assert lines[1:5] == [
+        "  slot     0   1   2",
+        "  rank 0   F0 >F1< .",
+        "  rank 1   .   F0 >B0<",
+        "  F forward, B backward, number: microbatch, . idle",
+    ]
+    assert lines[5].startswith("  rank 0 op ")
+    with pytest.raises(PlanError, match=r"\n  rank 0 +F0  F1 >B0< "):
+        check_plan(removed(PLAN, recv_grad(0), ranks=[0]))
 
 
 def test_blocking_sends_of_naive_are_none():

@@ -128,7 +128,7 @@ def test_a_plan_without_stages_and_an_evaluation_are_drawn():
     assert body(draw_grid(train_plan([[2, 2]]))) == ["  rank 0  F0 B0 F1 B1"]
     assert body(draw_grid(eval_plan([[2, 2]]))) == ["  rank 0  F0 F1"]
     assert body(draw_grid(pipeline_plan(2, 2, "interleaved", kind="eval"))) == [
-        "  rank 0  F0a .   F0b F1a .   F1b",
+        "  rank 0  F0a .   F0b F1a .   F1b .",
         "  rank 1  .   F0a .   F0b F1a .   F1b",
     ]
 
@@ -210,7 +210,7 @@ def test_every_op_has_its_place(schedule, recompute):
 def test_nothing_behind_a_mark_is_drawn_as_done():
     at = PLAN.ranks[0].index(Backward("block0", 0))
     assert body(draw_grid(PLAN, {0: at})) == [
-        "  rank 0   F0  F1  .  >B0<  .",
+        "  rank 0   F0  F1  .  >B0< .",
         "  rank 1   .   F0  B0  F1  B1",
     ]
 
@@ -219,7 +219,7 @@ def test_marks_of_several_ranks_are_those_of_a_deadlock():
     first = PLAN.ranks[0].index(next(op for op in PLAN.ranks[0] if isinstance(op, RecvGrad)))
     assert body(draw_grid(PLAN, {0: first, 1: 2})) == [
         "  rank 0   F0  F1 >B0<",
-        "  rank 1  >F0<  .   .",
+        "  rank 1  >F0< .   .",
     ]
 
 
@@ -288,6 +288,11 @@ def test_a_long_plan_keeps_its_ends_within_the_width(schedule):
     assert max(map(len, narrow)) <= 60 and all(" ... " in line for line in narrow)
 
 
+def test_a_gap_stands_apart_from_narrow_cells():
+    lines = draw_grid(pipeline_plan(4, 8, "naive")).splitlines()[:-1]
+    assert all(" ... " in line for line in lines) and max(map(len, lines)) <= 100
+
+
 def test_a_mark_in_the_middle_is_shown():
     plan = long_plan(8, "1f1b")
     at = plan.ranks[3].index(next(op for op in plan.ranks[3] if op == Forward("block2", 16)))
@@ -320,6 +325,7 @@ def test_columns_are_aligned():
         lines = draw_grid(plan, marks).splitlines()
         starts = {found.start() for found in re.finditer(r"\d+|\.\.\.", lines[0])}
         for line in lines[1:-1]:
+            assert "><" not in line
             cells = re.finditer(r"[FBW]\d+[ab]?|\.\.\.|(?<!\.)\.(?!\.)", line[8:])
             assert {found.start() + 8 for found in cells} <= starts, line
 

@@ -184,6 +184,7 @@ def any_plans(draw):
         draw(st.integers(0, 9)),
         draw(NAMES),
         tuple(map(tuple, draw(st.lists(st.lists(NAMES, min_size=1, max_size=3), max_size=4)))),
+        draw(st.sampled_from(("", "pass-2"))),
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from mpisim.layouts.metrics import CHANNELS, MEMORY_CATEGORIES, METRIC_NAMES, TRAFFIC_FIELDS
 from mpisim.report import report_text
-from mpisim.report.text import _ranges
+from mpisim.report.tables import ranges
 
 
 def make_run(path, *, steps=4, ranks=2):
@@ -212,5 +212,5 @@ def test_tables_fit_a_terminal(finished_run):
 @pytest.mark.parametrize(
     ("ranks", "text"), [([0], "0"), ([0, 1, 2], "0-2"), ([0, 2, 3, 7], "0, 2-3, 7")]
 )
-def test_ranges(ranks, text):
-    assert _ranges(ranks) == text
+def testranges(ranks, text):
+    assert ranges(ranks) == text
