@@ -110,7 +110,7 @@ def search_layouts(
     setup = Setup(_plainest(config), ranks)
     sizes = sizes_of(config, load_data(config)) if with_data else NO_DATA
     trial = LayoutTrial(config, ranks, *sizes)
-    few, many = _microbatches(config, ranks)
+    few, many = _microbatches(config, setup.mesh.dp)
     found = list(_tried(trial, config, _grid(config, setup, few), ((),)))
     if many and _none_fits(found, budget):
         found += _tried(trial, config, _grid(config, setup, many), ((),))
@@ -167,18 +167,21 @@ def _none_fits(found: list[Layout], budget: int) -> bool:
 
 def _grid(config: RunConfig, setup: Setup, numbers: list[int]) -> list[Settings]:
     """Return the settings of every layout that the numbers of the config allow."""
-    ranks = setup.mesh.size
+    replicas = setup.mesh.dp
     blocks = setup.full_plan().blocks
     num_params = sum(param.size for param in setup.model.param_specs())
     grid: list[Settings] = []
     for micros, recompute, stage in itertools.product(
         numbers,
         _recomputes(config, setup, len(blocks)),
-        range(4) if 1 < ranks <= num_params else (0,),
+        range(4) if 1 < replicas <= num_params else (0,),
     ):
         base: Settings = (("train.num_microbatches", micros), *recompute, ("parallel.zero", stage))
         if stage == 3:
             grid += [(*base, ("parallel.prefetch", prefetch)) for prefetch in (False, True)]
+            continue
+        if setup.mesh.pp > 1:
+            grid.append(base)
             continue
         whole = num_params * setup.itemsizes.reduce
         own = config.parallel.bucket_bytes
@@ -187,12 +190,12 @@ def _grid(config: RunConfig, setup: Setup, numbers: list[int]) -> list[Settings]
     return grid
 
 
-def _microbatches(config: RunConfig, ranks: int) -> tuple[list[int], list[int]]:
+def _microbatches(config: RunConfig, replicas: int) -> tuple[list[int], list[int]]:
     """Return numbers that divide the batch, each about twice the last: few ones, and many.
 
     Long plans are tried only where shorter ones do not fit.
     """
-    rows, own = config.train.global_batch // ranks, config.train.num_microbatches
+    rows, own = config.train.global_batch // replicas, config.train.num_microbatches
     numbers, last = {own, rows}, 0
     for number in range(1, rows + 1):
         if rows % number == 0 and number >= 2 * last:

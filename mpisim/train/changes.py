@@ -174,7 +174,8 @@ def _recomputed_flops(setup: Setup, plan: Plan, rank: int) -> int:
             selective = keeps[op.block, op.micro] == "selective"
             total += spec.interior_flops if selective else spec.forward_flops
     # The head's logits, which come chunk by chunk: once more in backward.
-    if setup.config.model.kind == "decoder" and setup.config.model.loss_chunk_tokens:
+    chunked = setup.config.model.kind == "decoder" and setup.config.model.loss_chunk_tokens
+    if chunked and plan.blocks[-1] in plan.rank_blocks(rank):
         for micro, rows in enumerate(plan.rows[rank]):
             spec = setup.specs(rows, plan.length(rank, micro))[-1]
             total += max((layer.forward_flops for layer in spec.layers), default=0)
@@ -242,13 +243,15 @@ def single_changes(config: RunConfig, ranks: int) -> Iterator[Settings]:
         yield (("memory.recompute", mode),)
     if config.memory.recompute == "full" and config.memory.recompute_every > 1:
         yield (("memory.recompute_every", 1),)
-    if ranks > 1:
+    replicas = config.parallel.dp or ranks // config.parallel.pp
+    if replicas > 1:
         for stage in range(config.parallel.zero + 1, 4):
             yield (("parallel.zero", stage),)
     if config.parallel.zero == 3 and config.parallel.prefetch:
         yield (("parallel.prefetch", False),)
     for nbytes in (1 << 18, 1 << 16, 1 << 14, 1):
-        if config.parallel.zero < 3 and nbytes < config.parallel.bucket_bytes:
+        one_stage = config.parallel.pp == 1
+        if one_stage and config.parallel.zero < 3 and nbytes < config.parallel.bucket_bytes:
             yield (("parallel.bucket_bytes", nbytes),)
     if config.model.kind == "decoder":
         for tokens in (1024, 256, 64):
@@ -263,7 +266,9 @@ def more_microbatches(config: RunConfig, ranks: int) -> list[int]:
     At most `MOST_MICROBATCHES`: longer plans take longer to price than a refusal may.
     """
     train = config.train
-    rows, rest = divmod(train.global_batch, config.parallel.dp or ranks)
+    rows, rest = divmod(
+        train.global_batch, config.parallel.dp or max(ranks // config.parallel.pp, 1)
+    )
     numbers: list[int] = []
     last = train.num_microbatches
     for number in range(last + 1, 0 if rest else min(rows, MOST_MICROBATCHES) + 1):

@@ -424,6 +424,7 @@ def _agree_and_create(transport: Transport, setup: Setup, data: Dataset, overwri
     mine = {
         "config": hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16],
         "data": str(data.record().get("sha256", ""))[:16],
+        "extensions": hashlib.sha256(json.dumps(setup.extensions).encode()).hexdigest()[:16],
         "parameter order": hashlib.sha256(json.dumps(order).encode()).hexdigest()[:16],
         "mpisim version": mpisim.__version__,
         "NumPy version": np.__version__,

@@ -38,6 +38,7 @@ def run_record(
         "seed": config.run.seed,
         "config": config.model_dump(mode="json"),
         "data": data.record(),
+        "extensions": setup.extensions,
         "ranks": transport.size,
         "mesh": {"dp": mesh.dp, "pp": mesh.pp, "tp": mesh.tp},
         "hosts": hosts,

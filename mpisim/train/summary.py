@@ -87,6 +87,9 @@ def collect_totals(
     mine["resident_start_bytes"] = resident_start_bytes
     params, digests = _gather_params(state)
     mine |= digests
+    if state.mesh.pp > 1 and state.dp.index == 0:
+        copies = {n for s in state.stores if s.bucket.is_copy for n in s.offsets}
+        mine["digests"] = {n: array_digest(a) for n, a in params.items() if n not in copies}
     return [json.loads(text) for text in transport.exchange(json.dumps(mine))], params
 
 
@@ -153,6 +156,9 @@ def write_summary(
     record["ended"] = iso_time(ended_s)
     write_json(record_path, record)
     runs = history.plan_runs
+    # With stages no rank has all parameters: the digest of the whole comes from those of each.
+    digests = [entry.pop("digests", {}) for entry in totals]
+    whole = {name: digest for part in digests for name, digest in part.items()}
     matrix = _measured_matrix(totals)
     for rank, entry in enumerate(totals):
         entry["predicted_traffic"] = _predicted_traffic(runs, rank)
@@ -170,6 +176,7 @@ def write_summary(
             "last_loss": finite_or_none(history.last_loss),
             "baselines": history.baselines,
             "primary_baseline": data.primary_baseline,
+            "params_sha256": joint_digest(whole) if whole else totals[0]["params_sha256"],
             "evaluations": history.evaluations,
             "passes": history.passes,
             "plans": history.times(),
