@@ -6,6 +6,7 @@
     losses.py       loss layers, the language head
     blocks.py       layers in a row with skips: the unit of bucketing and recompute
     models.py       blocks in a row, the MLP; decoder.py builds the transformer
+    bottleneck.py   two linear maps at a boundary between stages, and how they start
     params.py       initial weights by name
     dropout.py      masks as a function of seed, step, row, position, feature
     precision.py    which dtype is used for what

@@ -74,7 +74,7 @@ def _stage_table(head: Row, stages: list[Row]) -> list[str]:
             [
                 str(row["stage"]), *[_ranks_of(row, head)] * (head["dp"] > 1),
                 _cell(row["num_blocks"]), _first_and_last(row["blocks"]), _cell(row["in_flight"]),
-                "-" if peak is None else format_bytes(peak), *[f"{off:,}"] * differs,
+                "-" if peak is None else format_bytes(peak), *[_cell(off)] * differs,
                 *("-" if row[key] is None else f"{row[key]:.1%}" for key in shares.values()),
                 MARK if off else "",
             ]
@@ -99,7 +99,7 @@ def _ranks_of(row: Row, head: Row) -> str:
 
 
 def _cell(value: int | None) -> str:
-    return "-" if value is None else str(value)
+    return "-" if value is None else f"{value:,}"
 
 
 def _first_and_last(blocks: str | None) -> str:

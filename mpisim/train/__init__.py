@@ -1,6 +1,9 @@
 """Trains: from a config to a finished run directory.
 
     setup.py     config -> model, mesh, plans; the static check behind `mpisim check`
+    pipeline.py  the stages of a config
+    extensions.py  files of users that register names
+    calibrate.py how bottlenecks start
     fit.py       whether all plans of a run keep its budget
     changes.py   the smallest change that would, tried on real plans
     excess.py    what a rank leaves behind that passed its budget
@@ -10,7 +13,8 @@
     loop.py      what a rank does from joining the job to the last message
     summary.py   every rank's totals beside the predicted ones: summary.json
     console.py   what rank 0 shows while it runs
-    weights.py   the trained parameters as a safetensors file
+    weights.py   the trained parameters as a safetensors file; stage_files.py: as one per stage
+    stage_reader.py  reads any part of either
     sample.py    text from trained weights
     worked.py    the worked example of accumulation and recompute
     api.py       `mpisim.run`
