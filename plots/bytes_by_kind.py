@@ -24,6 +24,9 @@ from mpisim.report import load_run
 from mpisim.trace.store import expand_messages
 from mpisim.units import format_bytes
 
+MOST_COLUMNS = 4
+"""Panels side by side; more take two rows."""
+
 
 @dataclass
 class BytesByKind:
@@ -43,8 +46,11 @@ def load(run_dir: Path) -> BytesByKind:
     title = run_title(run, "Bytes sent by axis and collective")
     if run.summary is not None:
         ranks = run.summary["ranks"]
-        kinds = list(dict.fromkeys(name for entry in ranks for name in entry["traffic"]))
-        kinds += [n for n in ranks[0]["predicted_traffic"] if n not in kinds]
+        counted = [n for e in ranks for way in ("traffic", "predicted_traffic") for n in e[way]]
+        # In one order for all runs; without what nobody sent, nor should have.
+        kinds = list(dict.fromkeys([*(f"{axis} {name}" for axis, name in CHANNELS), *counted]))
+        moved = [n for n in kinds if _sends(ranks, n)]
+        kinds = moved or [n for n in kinds if n in counted]
 
         def sent(source: str) -> dict[str, list[int]]:
             return {
@@ -67,11 +73,21 @@ def load(run_dir: Path) -> BytesByKind:
     return BytesByKind(title, measured, None)
 
 
+def _sends(ranks: list[dict], kind: str) -> bool:
+    counts = (entry[way] for entry in ranks for way in ("traffic", "predicted_traffic"))
+    return any(count.get(kind, {}).get("sent_bytes") for count in counts)
+
+
 def draw(fig: Figure, data: BytesByKind) -> None:
     """Draw one panel per axis and collective, each on its own scale."""
     kinds = list(data.measured)
-    fig.set_size_inches(max(6.0, 3.6 * len(kinds)), 4.4)
-    axes = fig.subplots(1, len(kinds), squeeze=False)[0]
+    columns = len(kinds) if len(kinds) <= MOST_COLUMNS else -(-len(kinds) // 2)
+    rows = -(-len(kinds) // columns)
+    fig.set_size_inches(max(6.0, 3.6 * columns), 1.3 + 3.1 * rows)
+    axes = fig.subplots(rows, columns, squeeze=False).flatten()
+    for ax in axes[len(kinds) :]:
+        ax.remove()
+    axes = axes[: len(kinds)]
     for ax, kind in zip(axes, kinds, strict=True):
         measured = data.measured[kind]
         predicted = None if data.predicted is None else data.predicted[kind]
@@ -103,6 +119,7 @@ def draw(fig: Figure, data: BytesByKind) -> None:
 
 def _panel_title(kind: str, measured: list[int], predicted: list[int] | None) -> str:
     axis, _, collective = kind.partition(" ")
+    collective = {"pp all_reduce": "tied table"}.get(kind, collective)
     text = f"{collective} on {axis}\n{format_bytes(sum(measured))} in all"
     if predicted is not None:
         text += f", difference {sum(measured) - sum(predicted):,}"

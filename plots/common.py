@@ -19,6 +19,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from mpisim.errors import MpisimError
 from mpisim.report import Run
+from mpisim.report.load import layout_of
 from mpisim.report.traces import read_traces as traces_of
 from mpisim.trace.store import RankTrace
 
@@ -27,6 +28,7 @@ STYLE = Path(__file__).with_name("mpisim.mplstyle")
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 LIGHT_VERMILION, VIOLET, BROWN = "#F7B98F", "#8A2BE2", "#704214"
+NAVY, LAVENDER, CREAM, PALE_GREEN = "#112277", "#9988FF", "#FFEECC", "#99FF77"
 GREY, LIGHT_GREY, MID_GREY, DARK_GREY = "#999999", "#D9D9D9", "#666666", "#3C3C3C"
 
 OP_COLOURS = {
@@ -34,14 +36,20 @@ OP_COLOURS = {
     "Forward": SKY,
     "Recompute": PURPLE,
     "Backward": BLUE,
+    "BackwardInput": NAVY,
+    "BackwardWeight": LAVENDER,
     "OptimizerStep": GREEN,
     "StartSync": DARK_GREY,
     "other compute": BLACK,
 }
-WAIT_COLOURS = {"dp": ORANGE, "params": BROWN, "control": LIGHT_GREY}
+WAIT_COLOURS = {
+    "pp": CREAM, "sends": PALE_GREEN, "dp": ORANGE, "params": BROWN, "control": LIGHT_GREY,
+}  # fmt: skip
 STALL_COLOURS = {
     ("dp", "recv"): BLUE,
     ("dp", "send"): SKY,
+    ("pp", "recv"): GREEN,
+    ("pp", "send"): PALE_GREEN,
     ("control", "recv"): VERMILION,
     ("control", "send"): ORANGE,
 }
@@ -67,9 +75,18 @@ class NoData(Exception):
 
 def run_title(run: Run, what: str) -> str:
     """Return a picture's title: what is seen, and of which run."""
+    layout = layout_of(run)
     ranks = "1 rank" if run.num_ranks == 1 else f"{run.num_ranks} ranks"
+    if layout.pp > 1:
+        ranks += f": dp {layout.dp} x pp {layout.pp}, {layout.schedule}"
     cut = "" if run.summary is not None else ", cut short"
     return f"{what} (run {run.record.get('name', run.path.name)}, {ranks}{cut})"
+
+
+def rank_name(run: Run, rank: int) -> str:
+    """Return how a rank is called on an axis: with its stage, if there are stages."""
+    layout = layout_of(run)
+    return f"rank {rank}" + (f", stage {layout.stage_of(rank)}" if layout.pp > 1 else "")
 
 
 def skipped_steps(run: Run) -> list[int]:

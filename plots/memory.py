@@ -16,6 +16,7 @@ from common import (
     byte_unit,
     heading,
     main,
+    rank_name,
     read_traces,
     run_title,
     skipped_steps,
@@ -74,7 +75,7 @@ def load(run_dir: Path, rank: int | None = None) -> Memory:
     curves = _curves(traces[rank], skipped_steps(run))
     if not curves:
         raise NoData("no step is complete in the trace.")
-    title = run_title(run, f"Live bytes by category on rank {rank}")
+    title = run_title(run, f"Live bytes by category on {rank_name(run, rank)}")
     return Memory(title, curves, lines, section.get("recompute", "none"))
 
 

@@ -11,6 +11,7 @@ from common import (
     NoData,
     heading,
     main,
+    rank_name,
     run_title,
     time_unit,
 )
@@ -31,6 +32,8 @@ class Stalls:
     """Rank -> (axis, cause) -> seconds."""
     step_time_s: float
     """Time of all steps on rank 0, warm-up included; shares are of this."""
+    names: list[str] | None = None
+    """Of the bars; by default the ranks."""
 
 
 def load(run_dir: Path) -> Stalls:
@@ -42,7 +45,8 @@ def load(run_dir: Path) -> Stalls:
     if not ranks:
         raise NoData("the run was cut short and has no trace.")
     step_time_s = sum(row["step_s"] for row in run.steps)
-    return Stalls(run_title(run, "Time blocked in training steps"), ranks, step_time_s)
+    names = [rank_name(run, rank) for rank in ranks]
+    return Stalls(run_title(run, "Time blocked in training steps"), ranks, step_time_s, names)
 
 
 def draw(fig: Figure, data: Stalls) -> None:
@@ -68,7 +72,8 @@ def draw(fig: Figure, data: Stalls) -> None:
             bbox={"facecolor": "white", "pad": 1.5},
         )  # fmt: skip
     every = max(1, len(ranks) // 32)
-    ax.set_yticks(range(0, len(ranks), every), [f"rank {rank}" for rank in ranks[::every]])
+    names = data.names or [f"rank {rank}" for rank in ranks]
+    ax.set_yticks(range(0, len(ranks), every), names[::every])
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(len(ranks) - 0.5, -0.5)
     ax.set_xlim(0, max(max(totals) / size, 1e-9) * 1.16)

@@ -2,7 +2,9 @@
 
 Each rank has a bar of plan ops and, below it, a thin lane of the messages it received, from the
 moment it could take them to the moment they were there. A message below compute is hidden by it.
-Bars carry the names of their blocks; where only a number fits, it is that of the name.
+Bars carry the names of their blocks; where only a number fits, it is that of the name. With stages
+they carry the number of the microbatch, and a letter for the chunk where a rank holds several; a
+thin line leads from where a stage sent a message to where the next one had it.
 Between two ops the engine advances started collectives; that time is drawn like their start.
 """
 
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from common import (
+    BLACK,
     GREY,
     LIGHT_VERMILION,
     MID_GREY,
@@ -30,12 +33,23 @@ from common import (
     skipped_steps,
     time_unit,
 )
-from matplotlib.collections import PolyCollection
+from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from mpisim.cost.bubbles import closed_form
 from mpisim.report import load_run
-from mpisim.report.traces import TRAIN, Overlap, overlap
+from mpisim.report.load import Layout, layout_of
+from mpisim.report.stages import traced_stages
+from mpisim.report.traces import (
+    TRAIN,
+    Overlap,
+    expand_stage_messages,
+    op_fields,
+    overlap,
+    stage_message_keys,
+)
 from mpisim.trace.store import RankTrace, expand_messages, expand_ops
 
 BAR = (-0.34, 0.14)
@@ -47,11 +61,15 @@ KIND_LABELS = {
     "Forward": "forward",
     "Recompute": "recompute",
     "Backward": "backward",
-    "StartSync": "start or advance rings",
+    "BackwardInput": "backward, input half",
+    "BackwardWeight": "backward, weight half",
+    "StartSync": "send, start or advance rings",
     "OptimizerStep": "gradient norm, optimizer",
     "other compute": "other compute",
 }
 WAIT_LABELS = {
+    "pp": "wait for another stage (pp)",
+    "sends": "wait for a send to leave (pp)",
     "dp": "wait for gradients (dp)",
     "params": "wait for parameters (dp)",
     "control": "wait for scalars (control)",
@@ -62,7 +80,12 @@ SCALARS_COLOUR = MID_GREY
 PARAMS_COLOUR = VIOLET
 PARAMS = -1
 """In place of a gradient bucket: parameters that are gathered."""
-DRAWN_AS = {"CheckGradients": "OptimizerStep", "StartUnshard": "StartSync", "Reshard": "StartSync"}
+CROSSING_STYLES = {False: "solid", True: (0, (4, 2))}
+"""Of messages between stages: activations, gradients."""
+DRAWN_AS = {
+    "CheckGradients": "OptimizerStep", "StartUnshard": "StartSync", "Reshard": "StartSync",
+    "SendActivation": "StartSync", "SendGrad": "StartSync",
+}  # fmt: skip
 """Kinds that share the colour and the label of another one."""
 
 
@@ -77,6 +100,22 @@ class Lane:
     """Start, end: between two ops of one plan."""
     messages: list[tuple[float, float, int | None]] = field(default_factory=list)
     """Posted, completed, gradient bucket; `PARAMS`: parameters; None: scalars."""
+    stage: int | None = None
+    """Place on axis pp; None: there are no stages."""
+    cells: list[tuple[float, float, str, str]] = field(default_factory=list)
+    """With stages: start, end, colour key, microbatch and chunk of neighbours that share these."""
+
+
+@dataclass
+class Crossing:
+    """A message from one stage to another."""
+
+    source: int
+    """Row of the sender."""
+    dest: int
+    sent_s: float
+    received_s: float
+    is_grad: bool
 
 
 @dataclass
@@ -86,6 +125,9 @@ class Timeline:
     title: str
     lanes: list[Lane]
     overlap: Overlap | None = None
+    crossings: list[Crossing] = field(default_factory=list)
+    bubble: float | None = None
+    """Idle share of the schedule by its closed form, if stages were equal."""
 
 
 def load(run_dir: Path, step: int | None = None, steps: int = 1) -> Timeline:
@@ -104,17 +146,38 @@ def load(run_dir: Path, step: int | None = None, steps: int = 1) -> Timeline:
     if step not in common:
         raise NoData(f"step {step} is not in the trace; it has {min(common)} to {max(common)}.")
     last = max(number for number in common if number < step + steps)
-    lanes = [_lane(trace, step, last) for trace in traces]
+    layout = layout_of(run)
+    stages = traced_stages(traces, layout) if layout.pp > 1 else {}
+    chunks = {
+        block: chr(ord("a") + stage // layout.pp % 26) if layout.chunks > 1 else ""
+        for stage, blocks in stages.items()
+        for block in blocks
+    }
+    lanes = [_lane(trace, step, last, chunks) for trace in traces]
+    crossings = _crossings(traces, step, last) if layout.pp > 1 else []
     zero = min(start for lane in lanes for start, *_ in lane.ops)
     for lane in lanes:
         lane.ops = [(a - zero, b - zero, *rest) for a, b, *rest in lane.ops]
         lane.gaps = [(a - zero, b - zero) for a, b in lane.gaps]
         lane.messages = [(a - zero, b - zero, bucket) for a, b, bucket in lane.messages]
+        lane.cells = [(a - zero, b - zero, *rest) for a, b, *rest in lane.cells]
+        lane.stage = layout.stage_of(lane.rank) if layout.pp > 1 else None
+    for crossing in crossings:
+        crossing.sent_s -= zero
+        crossing.received_s -= zero
     shown = _which(step, last, [number for number in skipped if step <= number <= last])
     counted = overlap(traces, run.warmup_steps)
     return Timeline(
-        run_title(run, f"Timeline of {shown}"), lanes, counted if counted.ring_steps else None
-    )
+        run_title(run, f"Timeline of {shown}"), lanes, counted if counted.ring_steps else None,
+        crossings, _bubble(layout),
+    )  # fmt: skip
+
+
+def _bubble(layout: Layout) -> float | None:
+    if layout.pp == 1:
+        return None
+    found = closed_form(layout.schedule, layout.pp, layout.num_microbatches, layout.chunks)
+    return None if found is None else float(found)
 
 
 def _which(first: int, last: int, skipped: list[int]) -> str:
@@ -132,7 +195,26 @@ def _training_steps(trace: RankTrace) -> set[int]:
     return {step for step, plan, _ in trace.ops if trace.plans[plan].name.startswith(TRAIN)}
 
 
-def _lane(trace: RankTrace, first: int, last: int) -> Lane:
+def _crossings(traces: list[RankTrace], first: int, last: int) -> list[Crossing]:
+    """Return the messages between stages whose both sides are shown."""
+    sides: dict[tuple, dict[bool, tuple[int, float]]] = {}
+    for row, trace in enumerate(traces):
+        messages = expand_stage_messages(trace)
+        # Occurrences below 0 are those of evaluations.
+        shown = (messages["step"] >= first) & (messages["step"] <= last)
+        messages = messages[shown & (messages["occurrence"] >= 0)]
+        for key, message in zip(stage_message_keys(trace.rank, messages), messages, strict=True):
+            is_send = bool(message["is_send"])
+            at = message["posted_s" if is_send else "completed_s"]
+            sides.setdefault(key, {})[is_send] = (row, float(at))
+    return [
+        Crossing(both[True][0], both[False][0], both[True][1], both[False][1], bool(key[-1]))
+        for key, both in sides.items()
+        if len(both) == 2
+    ]
+
+
+def _lane(trace: RankTrace, first: int, last: int, chunks: dict[str, str]) -> Lane:
     lane = Lane(trace.rank)
     ops = expand_ops(trace)
     before = None
@@ -145,6 +227,8 @@ def _lane(trace: RankTrace, first: int, last: int) -> Lane:
         kind, axis, words = plan.kinds[index], plan.waits[index], plan.texts[index].split()
         if kind in ("WaitUnshard", "GatherParams"):
             axis = "params"
+        elif kind == "WaitSend":
+            axis = "sends"
         kind = DRAWN_AS.get(kind, kind)
         key = f"wait {axis}" if axis else kind if kind in OP_COLOURS else "other compute"
         block = next((word[6:] for word in words if word.startswith("block=")), "")
@@ -153,9 +237,16 @@ def _lane(trace: RankTrace, first: int, last: int) -> Lane:
             lane.gaps.append((before[2], start))
         lane.ops.append((start, end, key, block))
         before = (row["step"], row["plan"], end)
+        if block and chunks:
+            label = op_fields(plan.texts[index])["micro"] + chunks.get(block, "")
+            _add_cell(lane.cells, (start, end, key, label), follows=lane.ops[-2:-1])
     end = max(op[1] for op in lane.ops)
+    # Between stages all that is not of axis dp is waited for in the open: the bars show it.
+    axes = ("dp",) if chunks else ("dp", "control")
+    hidden = [ident for ident, program in trace.programs.items() if program.axis not in axes]
     messages = expand_messages(trace)
     shown = ~messages["is_send"] & (messages["step"] >= first) & (messages["step"] <= last)
+    shown &= ~np.isin(messages["program"], hidden)
     for row in messages[shown & (messages["completed_s"] <= end)]:
         program = trace.programs[int(row["program"])]
         what, _, number = program.label.rpartition(" ")
@@ -164,6 +255,19 @@ def _lane(trace: RankTrace, first: int, last: int) -> Lane:
             bucket = PARAMS
         lane.messages.append((float(row["posted_s"]), float(row["completed_s"]), bucket))
     return lane
+
+
+def _add_cell(
+    cells: list[tuple[float, float, str, str]],
+    op: tuple[float, float, str, str],
+    follows: list[tuple[float, float, str, str]],
+) -> None:
+    """Add an op of a block to the cells: to the last one if it goes on with that."""
+    start, end, key, label = op
+    if cells and cells[-1][2:] == (key, label) and follows and follows[0][1] == cells[-1][1]:
+        cells[-1] = (cells[-1][0], end, key, label)
+    else:
+        cells.append(op)
 
 
 def draw(fig: Figure, data: Timeline) -> None:
@@ -183,15 +287,20 @@ def draw(fig: Figure, data: Timeline) -> None:
         _bars(ax, bars + [gap for gap in gaps if _points(ax, gap[1] - gap[0]) > 1], row, BAR)
         received = [(a / size, b / size, _message_colour(key)) for a, b, key in lane.messages]
         _bars(ax, received, row, LANE)
-        seen |= {key for _, _, key, _ in lane.ops}
+        # A wait that nobody can see needs no name.
+        seen |= {
+            key for a, b, key, _ in lane.ops
+            if not key.startswith("wait") or _points(ax, (b - a) / size) > 0.5
+        }  # fmt: skip
         if ranks <= 16:
             _names(ax, lane, row, size)
+    _lines(ax, data.crossings, size)
     ax.set_ylim(ranks - 0.5, -0.5)
     every = max(1, ranks // 32)
     shown = range(0, ranks, every)
     bar_middle = float(np.mean(BAR))
     ax.set_yticks(
-        [row + bar_middle for row in shown], [f"rank {data.lanes[row].rank}" for row in shown]
+        [row + bar_middle for row in shown], [_row_name(data.lanes[row], ranks) for row in shown]
     )
     if ranks <= 16 and any(lane.messages for lane in data.lanes):
         ax.set_yticks(
@@ -208,6 +317,8 @@ def draw(fig: Figure, data: Timeline) -> None:
             f"after warm-up, {data.overlap.share:.0%} of the ring steps of all buckets but the "
             f"last were over before backward ended"
         )
+    if data.lanes[0].stage is not None:
+        finding = _waits(data) + (f"\n{finding}" if finding else "")
     heading(fig, data.title, finding)
     handles = [
         Patch(color=colours[key], label=label) for key, label in KIND_LABELS.items() if key in seen
@@ -217,8 +328,54 @@ def draw(fig: Figure, data: Timeline) -> None:
         for axis, label in WAIT_LABELS.items()
         if f"wait {axis}" in seen
     ]
+    handles += [
+        Line2D([], [], color=BLACK, linewidth=0.9, linestyle=style, label=label)
+        for (is_grad, style), label in zip(
+            CROSSING_STYLES.items(), ("activations cross", "gradients cross"), strict=True
+        )
+        if any(crossing.is_grad == is_grad for crossing in data.crossings)
+    ]
     handles += _message_handles({key for lane in data.lanes for *_, key in lane.messages})
     fig.legend(handles=handles, loc="outside lower center", ncols=5)
+
+
+def _row_name(lane: Lane, ranks: int) -> str:
+    stage = "" if lane.stage is None else f"stage {lane.stage}"
+    between = "\n" if ranks <= 16 else ", "
+    return f"rank {lane.rank}" + (f"{between}{stage}" if stage else "")
+
+
+def _waits(data: Timeline) -> str:
+    """Say which part of what is shown the ranks waited for each other."""
+    span = max(end for lane in data.lanes for _, end, *_ in lane.ops) * len(data.lanes)
+
+    def share(*keys: str) -> float:
+        return sum(b - a for lane in data.lanes for a, b, key, _ in lane.ops if key in keys) / span
+
+    alone = ""
+    if data.bubble is not None:
+        alone = f" (equal stages by the schedule: {data.bubble:.0%} idle)"
+    return (
+        f"mean over ranks: {share('wait pp'):.0%} waiting for another stage, "
+        f"{share('wait control'):.0%} for all ranks{alone}; numbers: microbatches"
+    )
+
+
+def _lines(ax, crossings: list[Crossing], size: float) -> None:
+    """Draw a line per message, from the sender's bar to the receiver's."""
+    for is_grad, style in CROSSING_STYLES.items():
+        lines = []
+        for item in crossings:
+            if item.is_grad == is_grad:
+                down = item.dest > item.source
+                ends = (BAR[1], BAR[0]) if down else (BAR[0], BAR[1])
+                lines.append(
+                    [(item.sent_s / size, item.source + ends[0]),
+                     (item.received_s / size, item.dest + ends[1])]
+                )  # fmt: skip
+        ax.add_collection(
+            LineCollection(lines, colors=BLACK, linewidths=0.6, linestyles=[style], alpha=0.75)
+        )
 
 
 def _message_colour(bucket: int | None) -> str:
@@ -268,15 +425,18 @@ def _bars(ax, bars: list[tuple[float, float, str]], row: int, place: tuple[float
 
 def _names(ax, lane: Lane, row: int, size: float) -> None:
     """Write block names, or else their numbers, into the bars that are wide enough for them."""
-    for start, stop, key, name in lane.ops:
-        number = re.search(r"\d*$", name).group()
+    for start, stop, key, name in lane.cells or lane.ops:
+        number = "" if lane.cells else re.search(r"\d*$", name).group()
         room = _points(ax, (stop - start) / size)
         text = next((text for text in (name, number) if text and room > 5.2 * len(text) + 4), "")
+        font = 7.0
+        if lane.cells and not text and room > 4.2 * len(name) + 1:
+            text, font = name, 6.0
         if text:
-            dark = key in ("Backward", "other compute")
+            dark = key in ("Backward", "BackwardInput", "other compute")
             ax.text(
                 (start + stop) / 2 / size, row + float(np.mean(BAR)), text, ha="center",
-                va="center", fontsize=7, color="white" if dark else "black", clip_on=True,
+                va="center", fontsize=font, color="white" if dark else "black", clip_on=True,
             )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from mpisim.errors import PlanError
 from mpisim.plan.build import Plan
+from mpisim.plan.grid import draw_grid
 from mpisim.plan.ops import ALL_MICROS, ExchangeTied, Op
 from mpisim.plan.passes import batch_ends
 from mpisim.plan.text import op_text
@@ -137,8 +138,11 @@ def fail(state: RankState, rule: str) -> NoReturn:
 
 
 def draw_place(plan: Plan, marks: dict[int, int]) -> str:
-    """Draw the ops around a position of each given rank, with a mark at the position."""
-    lines = []
+    """Draw the ops around a position of each given rank, with a mark at the position.
+
+    Above them a pipeline's grid, as far as it gets, with the same places marked.
+    """
+    lines = [draw_grid(plan, marks)] if plan.mesh.pp > 1 else []
     for rank, position in sorted(marks.items()):
         ops = plan.ranks[rank]
         for index in range(max(0, position - _CONTEXT_OPS), min(len(ops), position + 2)):

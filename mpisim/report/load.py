@@ -80,7 +80,8 @@ def layout_of(run: Run) -> Layout:
     """Return the layout of a run; what a run of an earlier version does not say is 1, or none."""
     mesh, config = run.record.get("mesh") or {}, run.config
     parallel, codecs = config.get("parallel") or {}, config.get("compression") or {}
-    pp = max(1, int(mesh.get("pp") or 1))
+    pp = int(mesh.get("pp") or 1)
+    pp = pp if pp > 0 and run.num_ranks % pp == 0 else 1
     return Layout(
         dp=int(mesh.get("dp") or run.num_ranks // pp),
         pp=pp,

@@ -39,8 +39,8 @@ def _idle(head: Row) -> list[str]:
         )
     if head["idle_share"] is not None:
         lines.append(
-            f"  {head['idle_share']:6.1%} idle as measured: waits for a message of another stage "
-            f"(receive), and for all ranks (barrier)"
+            f"  {head['idle_share']:6.1%} idle as measured: waits for another stage (receive) and "
+            f"for all ranks (barrier)"
         )
     if head["replayed_step_s"] is not None and head["step_s"] is not None:
         lines.append(

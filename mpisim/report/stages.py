@@ -301,7 +301,8 @@ def _traced_plan(
         if plan is not None:
             parts[trace.rank] = plan.texts
     size = layout.dp * layout.pp
-    if set(parts) != set(range(size)) or any(len(c) != layout.chunks for c in blocks.values()):
+    known = set(parts) == set(range(size)) and set(blocks) == set(range(layout.pp))
+    if not known or any(len(c) != layout.chunks for c in blocks.values()):
         return None
     stages = [blocks[s % layout.pp][s // layout.pp] for s in range(layout.pp * layout.chunks)]
     lines = [

@@ -284,6 +284,11 @@ def _stalls(run: Row, sections: dict[str, list[Row]]) -> list[str]:
     rows = [row for row in rows if row["axis"] not in unused]
     steady = [row for row in steady if row["axis"] not in unused]
     keys = list(dict.fromkeys((row["axis"], row["cause"]) for row in rows or steady))
+    if "pipeline" in sections:  # Three axes leave no room for what nobody waited for.
+        waited = {(row["axis"], row["cause"]) for row in rows if row["stall_s"]}
+        waited |= {(row["axis"], row["cause"]) for row in steady if row["stall_s_per_step"]}
+        keys = [key for key in keys if key in waited]
+        steady = [row for row in steady if (row["axis"], row["cause"]) in waited]
     if not keys:
         return []
     lines = ["stalls: time blocked until a receive, or the completion of a send"]

@@ -101,8 +101,9 @@ def _measure(
     aside = state.watch.tracker.aside
     with aside():
         totals = {boundary: ActivationStatistics(d_model) for boundary, d_model in widths.items()}
+        # A module that is loaded here for the first time makes tables that stay.
+        context = LayerContext(kernels=load_kernels("numpy"))
     norms = {boundary: LayerNorm(d_model) for boundary, d_model in widths.items()}
-    context = LayerContext(kernels=load_kernels("numpy"))
     normalises = setup.config.compression.start == "layernorm"
 
     def observe(boundary: int, x: np.ndarray) -> None:

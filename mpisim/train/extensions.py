@@ -87,12 +87,12 @@ def load_extensions(files: Iterable[str]) -> dict[str, str]:
             continue
         try:
             runpy.run_path(str(path), run_name=f"mpisim_extension_{path.stem}")
-        except ConfigError:
-            raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             lines = [f.lineno for f in traceback.extract_tb(error.__traceback__)
                      if f.filename == str(path)]  # fmt: skip
             where = f" at line {lines[-1]}" if lines else ""
+            if isinstance(error, ConfigError):
+                raise ConfigError(f"{error} (It is in {name}{where}.)") from None
             raise ConfigError(
                 f"an extension must run without an error; got {type(error).__name__}: {error} in "
                 f"{name}{where}. Correct the file."

@@ -12,6 +12,7 @@ import pytest
 from mpisim.cli import main
 from mpisim.config import load_config
 from mpisim.plan.text import parse_plan, plan_text
+from mpisim.train.overview import op_flops
 from mpisim.train.setup import Setup
 
 PIPELINE = """
@@ -195,6 +196,26 @@ def test_the_prediction_follows_the_cluster(pipeline, capsys):
     assert shares[0] == shares[1] < min(shares[2:])
     assert 30 < shares[0] < 60
     assert "links of 0 s and 100000 bytes/s" in out
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_stages_share_out_the_operations_of_the_model(pipeline, schedule, recompute):
+    """What the prediction adds up, over all ranks: every block once per microbatch and way."""
+    overrides = (f"parallel.schedule={schedule}", f"memory.recompute={recompute}")
+    setup = Setup(load_config(pipeline, overrides), 4)
+    plan = setup.full_plan()
+    found = sum(
+        op_flops(setup, plan, rank, op) for rank, ops in enumerate(plan.ranks) for op in ops
+    )
+    specs = setup.specs(plan.rows[0][0])
+    again = {
+        "none": 0,
+        "selective": sum(spec.interior_flops for spec in specs[1:-1]),
+        "full": sum(spec.forward_flops for spec in specs[1:-1]),
+    }
+    once = sum(spec.forward_flops + spec.backward_flops for spec in specs)
+    assert found == 4 * (once + again[recompute])
 
 
 def test_equal_stages_stall_as_the_grid_says(tmp_path, capsys):

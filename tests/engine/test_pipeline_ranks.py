@@ -51,9 +51,9 @@ class FirstRanks:
         return getattr(self._transport, name)
 
 
-def train_case(transport: Any, case: Case) -> dict[str, Any]:
+def train_case(transport: Any, case: Case, num_steps: int) -> dict[str, Any]:
     """Train one case on all ranks of a transport; return what this rank has learned."""
-    model, steps = case.model(), case.steps()
+    model, steps = case.model(), case.steps()[:num_steps]
     plans = make_plans(model, steps, **case.options)
     state = make_state(transport, model, plans[0], optimizer=ADAMW)
     engine = Engine(state, len(steps))
@@ -67,7 +67,7 @@ def train_case(transport: Any, case: Case) -> dict[str, Any]:
     params: dict[str, np.ndarray] = {}
     for store in state.stores:
         params |= store.views(store.gather_master())
-    want = one_process(case.pp, case.tied)
+    want = one_process(case.pp, case.tied, num_steps)
     # Shards of gradients are compared on threads; here what they make of the weights.
     worst = [worst_difference(params, want.gathered[0])]
     if case.zero == 0:
@@ -81,13 +81,13 @@ def train_case(transport: Any, case: Case) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def walk(transport: Any, cases: list) -> Any:
+def walk(transport: Any, cases: list, num_steps: int) -> Any:
     """Train one case after the other; yield what this rank learned, None where it was idle."""
     for values in cases:
         values = dict(values, recompute=tuple(values["recompute"]))
         case, found = Case(**values), None
         if transport.rank < case.dp * case.pp:
-            found = train_case(FirstRanks(transport, case.dp * case.pp), case)
+            found = train_case(FirstRanks(transport, case.dp * case.pp), case, num_steps)
         transport.barrier()
         yield found
 
@@ -105,11 +105,11 @@ def test_the_cases_cover_all_pairs_of_settings():
 
 def test_processes_learn_what_one_process_learns():
     """Loss, norm, gradients and weights: float64 within 1e-12; replicas and tied ends bitwise."""
-    results = mpi_run(walk, NUM_RANKS, cases=told(CASES))
+    results = mpi_run(walk, NUM_RANKS, cases=told(CASES), num_steps=1)
     for number, case in enumerate(CASES):
         found = [results[rank][number] for rank in range(case.dp * case.pp)]
         assert all(rank[number] is None for rank in results[len(found) :])
-        want = one_process(case.pp, case.tied)
+        want = one_process(case.pp, case.tied, 1)
         for rank, entry in enumerate(found):
             assert entry["worst"] <= TOLERANCE, (case, rank)
             right = [list(pair) for pair in zip(want.losses, want.norms, strict=True)]
@@ -125,9 +125,10 @@ def test_processes_learn_what_one_process_learns():
 def test_processes_give_the_bits_of_threads_under_synchronous_sends():
     """All schedules alike, whoever sends synchronously: no plan needs the library's copies."""
     cases = [Case(schedule=schedule, dp=2) for schedule in SCHEDULES]
-    threads = run_threads(lambda transport: list(walk(transport, told(cases))), NUM_RANKS)
+    options = {"cases": told(cases), "num_steps": 2}
+    threads = run_threads(lambda transport: list(walk(transport, **options)), NUM_RANKS)
     assert not threads.errors, threads.errors
-    processes = mpi_run(walk, NUM_RANKS, synchronous=True, cases=told(cases))
+    processes = mpi_run(walk, NUM_RANKS, synchronous=True, **options)
     assert processes == threads.results
     learned = []
     for number in range(len(cases)):

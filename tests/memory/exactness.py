@@ -29,8 +29,8 @@ from mpisim.plan.build import Plan
 KERNELS = ("numpy", "numba") if importlib.util.find_spec("numba") else ("numpy",)
 TEXT = b"\n\n".join(b"%d dogs, %d" % (i, i * i * 7919) + b" cats" * (i % 4) for i in range(600))
 EMPTY_BYTES = 64
-"""What empty arrays may add in a step that has a microbatch without rows: NumPy has no buffer of no
-bytes and takes one or an item, which are counted as 0."""
+"""What empty arrays may add in a step for each microbatch without rows that is alive: NumPy has no
+buffer of no bytes and takes one or an item, which are counted as 0."""
 STARTUP_BYTES = 24
 """Arrays of a process that are there when training starts and in no category: the first random
 generator leaves 16 bytes, and empty arrays of the loaded data take one each."""
@@ -48,8 +48,8 @@ class StrictWatch(MemoryWatch):
         self.differences: Counter[tuple[str, int, int, int]] = Counter()
         """(op, predicted temp, measured less predicted, hook less ledger) -> how often."""
         self.step: StepState | None = None
-        self.empty = False
-        """The running step has a microbatch without rows."""
+        self.empty = 0
+        """Microbatches without rows that may be alive at a time in the running step."""
         self.num_empty_ops = 0
         self.num_ops = 0
         StrictWatch.opened.append(self)
@@ -61,7 +61,7 @@ class StrictWatch(MemoryWatch):
         self.num_ops += 1
         if self.empty:
             self.num_empty_ops += 1
-        allowed = EMPTY_BYTES if self.empty else 0
+        allowed = EMPTY_BYTES * self.empty
         beyond = temp - predicted_temp
         if self.step.skipped and ledger.op == "OptimizerStep":
             # It only clears the gradients; the forecast is that of an update.
@@ -86,7 +86,8 @@ def strict_ops() -> Iterator[list[StrictWatch]]:
     StrictWatch.opened = opened = []
 
     def enter(state: EngineState, plan: Plan, step: StepState) -> None:
-        state.watch.empty = 0 in plan.rows[state.rank]
+        empty = plan.rows[state.rank].count(0)
+        state.watch.empty = empty if plan.mesh.pp > 1 else min(empty, 1)
         state.watch.step = step
         before[1](state, plan, step)
 
@@ -97,8 +98,11 @@ def strict_ops() -> Iterator[list[StrictWatch]]:
         state_module.MemoryWatch, EngineState.enter = before
 
 
-def forecast_differences(summary: dict[str, Any]) -> list[str]:
-    """Return every figure of a job's ledgers that is not the predicted one."""
+def forecast_differences(summary: dict[str, Any], alive: int = 1) -> list[str]:
+    """Return every figure of a job's ledgers that is not the predicted one.
+
+    `alive`: how many microbatches are at most alive at a time.
+    """
     found = []
     for rank in summary["ranks"]:
         measured, predicted, hook = (
@@ -110,7 +114,7 @@ def forecast_differences(summary: dict[str, Any]) -> list[str]:
         }  # fmt: skip
         if (
             hook["gap_bytes"] > 0
-            and 0 <= pairs["peak temp"][0] - pairs["peak temp"][1] <= EMPTY_BYTES
+            and 0 <= pairs["peak temp"][0] - pairs["peak temp"][1] <= EMPTY_BYTES * alive
         ):
             # Empty arrays on top of an op that needs as much in a step without rows as in others.
             del pairs["peak temp"]
@@ -269,7 +273,9 @@ def _cover(
     return cases, len(missing)
 
 
-def cover(count: int, seed: int = 0, **limits: tuple[Any, ...]) -> tuple[list[Case], int]:
+def cover(
+    count: int, seed: int = 0, *, samples: int = 4000, **limits: tuple[Any, ...]
+) -> tuple[list[Case], int]:
     """Choose cases so that two settings of different factors meet as often as `count` allows.
 
     Parameters
@@ -277,6 +283,8 @@ def cover(count: int, seed: int = 0, **limits: tuple[Any, ...]) -> tuple[list[Ca
     count : int
     seed : int
         The same seed gives the same cases on every machine.
+    samples : int
+        Drawn cases whose pairs are taken for all that are possible.
     **limits : tuple
         Other values of a factor.
 
@@ -286,16 +294,15 @@ def cover(count: int, seed: int = 0, **limits: tuple[Any, ...]) -> tuple[list[Ca
     missing : int
         Pairs of settings that are possible and in no case.
     """
-    cases, missing = _cover(count, seed, tuple(limits.items()))
+    cases, missing = _cover(count, seed, samples, tuple(limits.items()))
     return [dict(case) for case in cases], missing
 
 
 def name_of(case: Case) -> str:
     """Return the settings of a case that are not the first of their factor."""
-    return (
-        ", ".join(f"{name}={value}" for name, value in case.items() if value != FACTORS[name][0])
-        or "all first values"
-    )
+    first = {name: values[0] for name, values in (FACTORS | PIPELINE_FACTORS).items()}
+    named = [f"{name}={value}" for name, value in case.items() if value != first[name]]
+    return ", ".join(named) or "all first values"
 
 
 def config_of(case: Case, folder: Path) -> RunConfig:

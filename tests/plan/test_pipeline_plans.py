@@ -789,6 +789,15 @@ def test_an_exchange_with_another_rank_is_refused():
     refused(plan, r"another rank in 0\.\.3", op=op_text(wrong), ranks=[0])
 
 
+def test_an_exchange_of_the_other_end_is_refused():
+    """Each rank holds one end only: it has no gradients of the other's bucket."""
+    plan = TIED[0]
+    for rank in (0, 1):
+        op, bucket = ends(TIED[0], rank)
+        plan = replaced(plan, op, replace(op, bucket=bucket.twin), ranks=[rank])
+    refused(plan, "whose ends are added up must lie on the rank")
+
+
 @pytest.mark.parametrize("number", [1, 17, -1])
 def test_an_exchange_of_a_bucket_with_one_end_is_refused(number):
     op, bucket = ends(TIED[0])

@@ -169,6 +169,8 @@ def marked(plan, rank, index):
     found = [line for line in lines if ">" in line]
     assert len(found) == 1 and found[0].startswith(f"  rank {rank} "), lines
     (label,) = re.findall(r">(\w+)<", found[0])
+    # The cell is there once, whichever of its ops the rank stands at.
+    assert re.findall(r"\w+", found[0]).count(label) == 1
     return label
 
 
@@ -238,6 +240,22 @@ def test_what_waits_for_ever_is_left_out():
         "  rank 0  F0 F1 .  B0 F2 B1",
         "  rank 1  .  F0 B0 F1 B1 .",
     ]
+
+
+def test_a_send_that_nobody_takes_ends_its_row():
+    """As if nothing was buffered: each rank waits at once for what it has sent."""
+
+    def edit(ops):
+        waits = {(w.micro, w.kind): w for w in ops if isinstance(w, WaitSend)}
+        rest = [op for op in ops if not isinstance(op, WaitSend)]
+        ops.clear()
+        for op in rest:
+            ops.append(op)
+            if isinstance(op, (SendActivation, SendGrad)):
+                kind = "grad" if isinstance(op, SendGrad) else "activation"
+                ops.append(waits[op.micro, kind])
+
+    assert body(draw_grid(edited(PLAN, edit))) == ["  rank 0  F0 F1 .", "  rank 1  .  F0 B0"]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])

@@ -41,9 +41,10 @@ def train(folder, name, ranks, **sections):
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """Return run directories by name: several, one, killed, untraced, text, decoder.
+    """Return run directories by name: several, one, killed, untraced, text, decoder, stages.
 
-    `decoder` recomputes, stores float16, sends bfloat16, and skips its first steps.
+    `decoder` recomputes, stores float16, sends bfloat16, and skips its first steps; `stages` has
+    two pipelines of two stages, whose backwards are split.
     """
     folder = tmp_path_factory.mktemp("runs")
     source = folder / "source.txt"
@@ -67,6 +68,14 @@ def runs(tmp_path_factory):
             memory={"recompute": "full"},
             parallel={"bucket_bytes": 1 << 20},
             train={"steps": 24, "global_batch": 4, "eval_every": 12, "warmup_report_steps": 1},
+        ),
+        "stages": train(
+            folder, "stages", 4,
+            data={"kind": "text", "path": str(documents), "window": 8, "layout": "padded"},
+            model={"kind": "decoder", "d_model": 8, "num_blocks": 3, "num_heads": 2},
+            parallel={"pp": 2, "schedule": "zb-h1"},
+            train={"steps": 4, "global_batch": 16, "num_microbatches": 4, "eval_every": 2,
+                   "warmup_report_steps": 1},
         ),
     }  # fmt: skip
     killed = shutil.copytree(made["several"], folder / "killed")

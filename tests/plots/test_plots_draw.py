@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.collections import PolyCollection
+from matplotlib.collections import LineCollection, PolyCollection
 
 from mpisim.plan.ops import OP_TYPES, WAIT_AXIS
 from mpisim.report import export_perfetto
@@ -83,7 +84,7 @@ def test_stalls_stack_causes_and_write_the_share(plots, figure):
     }
     module.draw(figure, module.Stalls("title", spent, 2.0))
     (ax,) = figure.axes
-    assert len(bars(ax)) == 4 * 2
+    assert len(bars(ax)) == 6 * 2
     last = ax.containers[-1]
     ends = [bar.get_x() + bar.get_width() for bar in last]
     assert ends == pytest.approx([400, 600])
@@ -226,7 +227,7 @@ def test_timeline_draws_recompute_and_the_gradient_norm_as_what_they_are(plots, 
 def test_every_kind_of_op_has_a_colour_and_a_label(plots):
     """An op that is added must not turn up black and nameless."""
     common, module = plots("common"), plots("timeline")
-    expanded = {"ForwardStage", "BackwardStage"}
+    expanded = {kind for kind in OP_TYPES if kind.endswith("Stage")}
     computing = set(OP_TYPES) - expanded - {op.__name__ for op in WAIT_AXIS}
     drawn = {module.DRAWN_AS.get(kind, kind) for kind in computing}
     assert drawn <= set(common.OP_COLOURS)
@@ -529,3 +530,109 @@ def test_units_fit_the_numbers(plots):
     assert common.time_unit(0.5) == (1e-3, "ms")
     assert common.time_unit(2e-5) == (1e-6, "us")
     assert common.time_unit(3) == (1.0, "s")
+
+
+# -- stages ----------------------------------------------------------------------------------------
+
+
+def test_timeline_of_stages_numbers_microbatches_and_draws_what_crosses(plots, figure, runs):
+    module = plots("timeline")
+    data = module.load(runs["stages"])
+    assert [lane.stage for lane in data.lanes] == [0, 1, 0, 1]
+    assert data.bubble == pytest.approx(1 / 13)
+    # Four microbatches over one boundary and back, in each of two pipelines; no row but one's own.
+    assert len(data.crossings) == 2 * 2 * 4
+    for crossing in data.crossings:
+        pair = (crossing.source, crossing.dest)
+        assert pair in (((1, 0), (3, 2)) if crossing.is_grad else ((0, 1), (2, 3)))
+        assert 0 <= crossing.sent_s <= crossing.received_s
+    for lane in data.lanes:
+        kinds = {key for _, _, key, _ in lane.ops}
+        assert {"Forward", "BackwardInput", "BackwardWeight", "wait pp", "wait control"} <= kinds
+        assert "Backward" not in kinds and "other compute" not in kinds
+        for key in ("Forward", "BackwardInput", "BackwardWeight"):
+            labels = [label for _, _, of, label in lane.cells if of == key]
+            assert list(dict.fromkeys(labels)) == ["0", "1", "2", "3"]
+        # Of the messages only gradient buckets have a lane: stages wait for all others in the open.
+        assert all(bucket is not None for *_, bucket in lane.messages)
+    module.draw(figure, data)
+    (ax,) = figure.axes
+    assert [label.get_text() for label in ax.get_yticklabels()] == [
+        f"rank {rank}\nstage {rank % 2}" for rank in range(4)
+    ]
+    lines = [item for item in ax.collections if isinstance(item, LineCollection)]
+    assert [len(item.get_segments()) for item in lines] == [8, 8]
+    assert {"backward, input half", "backward, weight half", "wait for another stage (pp)"} <= set(
+        legend_texts(figure)
+    )
+    assert "dp 2 x pp 2, zb-h1" in figure.get_suptitle()
+    assert "equal stages by the schedule: 8% idle" in figure.get_suptitle()
+
+
+def test_neighbours_of_one_microbatch_are_one_cell(plots, figure):
+    module = plots("timeline")
+    cells = []
+    ops = [(0.0, 1.0, "Forward", "3b"), (1.0, 2.0, "Forward", "3b"), (2.5, 3.0, "Forward", "3b")]
+    for number, op in enumerate(ops):
+        module._add_cell(cells, op, follows=ops[number - 1 : number] if number else [])
+    assert cells == [(0.0, 2.0, "Forward", "3b"), (2.5, 3.0, "Forward", "3b")]
+    lane = module.Lane(1, ops=ops, stage=1, cells=cells)
+    module.draw(figure, module.Timeline("title", [lane], bubble=0.25))
+    assert [text.get_text() for text in figure.axes[0].texts] == ["3b", "3b"]
+    assert "equal stages by the schedule: 25% idle" in figure.get_suptitle()
+
+
+def test_timeline_tells_a_wait_for_a_message_from_one_for_a_send(plots, figure):
+    module = plots("timeline")
+    ops = [(0.0, 1.0, "wait pp", ""), (1.0, 2.0, "wait sends", ""), (2.0, 4.0, "wait control", "")]
+    lane = module.Lane(0, ops=ops, stage=0)
+    module.draw(figure, module.Timeline("title", [lane]))
+    assert "25% waiting for another stage, 50% for all ranks" in figure.get_suptitle()
+    assert legend_texts(figure) == [
+        "wait for another stage (pp)", "wait for a send to leave (pp)",
+        "wait for scalars (control)",
+    ]  # fmt: skip
+
+
+def test_bytes_by_kind_leaves_out_what_nobody_sent(plots, figure, runs):
+    module = plots("bytes_by_kind")
+    data = module.load(runs["stages"])
+    assert list(data.measured) == [
+        "dp all_reduce", "pp activation", "pp grad", "pp all_reduce", "control all_reduce",
+        "control gather",
+    ]  # fmt: skip
+    assert data.measured == data.predicted
+    module.draw(figure, data)
+    titles = [ax.get_title(loc="left").split("\n")[0] for ax in figure.axes]
+    assert "tied table on pp" in titles and len(titles) == 6
+    assert len({round(ax.get_position().y0, 3) for ax in figure.axes}) == 2
+    assert list(module.load(runs["several"]).measured) == [
+        "dp all_reduce", "control all_reduce", "control gather",
+    ]  # fmt: skip
+
+
+def test_bytes_by_kind_of_a_predicted_message_that_nobody_sent(plots, runs, tmp_path):
+    """It must not be hidden: that is what the picture is for."""
+    run = shutil.copytree(runs["several"], tmp_path / "missing")
+    summary = json.loads((run / "summary.json").read_text())
+    summary["ranks"][1]["predicted_traffic"]["pp grad"] = {"sent_bytes": 9}
+    (run / "summary.json").write_text(json.dumps(summary))
+    data = plots("bytes_by_kind").load(run)
+    assert (data.measured["pp grad"], data.predicted["pp grad"]) == ([0, 0, 0], [0, 9, 0])
+
+
+def test_stalls_and_memory_name_the_stage(plots, figure, runs):
+    module = plots("stalls")
+    data = module.load(runs["stages"])
+    assert data.names == [f"rank {rank}, stage {rank % 2}" for rank in range(4)]
+    module.draw(figure, data)
+    assert "pp: a message" in legend_texts(figure)
+    assert "on rank 1, stage 1 (run" in plots("memory").load(runs["stages"], 1).title
+
+
+@pytest.mark.parametrize("name", ["timeline", "bytes_by_kind", "stalls", "memory", "bytes_matrix"])
+def test_the_committed_run_of_before_is_drawn(plots, figure, name):
+    run = Path(__file__).parents[2] / "experiments" / "overlap" / "run"
+    module = plots(name)
+    module.draw(figure, module.load(run))
+    assert "pp" not in "".join(legend_texts(figure))

@@ -22,7 +22,6 @@ from mpisim.plan.text import parse_plan, plan_text
 from mpisim.train.overview import view_plan
 
 SCRIPT = Path(__file__).parents[2] / "plots" / "plan.py"
-SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1")
 
 
 def settings(schedule="1f1b", pp=4, micros=8, dp=1):
@@ -141,7 +140,7 @@ def test_every_kind_of_cell_has_its_own_colour_and_label(plots, figure):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "pp", "micros"), [*((name, 4, 8) for name in SCHEDULES), ("1f1b", 8, 32)]
+    ("schedule", "pp", "micros"), [("interleaved", 4, 8), ("zb-h1", 2, 3), ("1f1b", 8, 32)]
 )
 def test_no_text_covers_another(plots, schedule, pp, micros):
     module = plots("plan")
@@ -159,7 +158,7 @@ def test_no_text_covers_another(plots, schedule, pp, micros):
     # Ticks beyond the axis are made and not drawn.
     page = fig.bbox
     inside = [(box, t) for box, t in boxes if page.x0 <= box.x0 and box.x1 <= page.x1]
-    assert len(inside) >= (32 if schedule == "naive" else 64)
+    assert len(inside) >= 2 * pp * micros
     boxes = sorted(inside, key=lambda item: item[0].x0)
     for number, (a, first) in enumerate(boxes):
         for b, second in itertools.islice(boxes, number + 1, number + 60):
@@ -169,10 +168,10 @@ def test_no_text_covers_another(plots, schedule, pp, micros):
 
 
 def test_cells_too_narrow_for_numbers_have_none(plots, figure):
-    """512 slots: the pattern is what is seen."""
+    """256 slots: the pattern is what is seen."""
     module = plots("plan")
-    module.draw(figure, module.load(made("naive", 8, 32).plan))
-    assert figure.axes[0].get_xlim() == (0, 512)
+    module.draw(figure, module.load(made("naive", 8, 16).plan))
+    assert figure.axes[0].get_xlim() == (0, 256)
     assert not figure.axes[0].texts
 
 

@@ -31,12 +31,15 @@ NO_DATA = {
 
 
 def test_all_knows_every_script(plots):
-    scripts = {path.stem for path in (ROOT / "plots").glob("*.py")} - {"all", "common", "reproduce"}
+    scripts = {path.stem for path in (ROOT / "plots").glob("*.py")}
+    scripts -= {"all", "common", "plan", "reproduce"}
     assert set(plots("all").NAMES) == scripts == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", ["several", "text", "one", "killed", "untraced", "decoder"])
+@pytest.mark.parametrize(
+    "kind", ["several", "text", "one", "killed", "untraced", "decoder", "stages"]
+)
 def test_a_picture_or_a_reason(plots, runs, tmp_path, kind, name):
     common, script = plots("common"), plots(name)
     out = tmp_path / "new folder" / "picture.png"
@@ -55,7 +58,7 @@ def test_a_picture_or_a_reason(plots, runs, tmp_path, kind, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", ["several", "text", "killed", "decoder"])
+@pytest.mark.parametrize("kind", ["several", "text", "killed", "decoder", "stages"])
 def test_no_text_covers_another_and_every_axis_has_its_unit(plots, runs, kind, name):
     script = plots(name)
     with matplotlib.style.context(plots("common").STYLE):

@@ -29,6 +29,40 @@ def finished_run(tmp_path_factory):
     return mpisim.run(config, ranks=3, transport="local").path
 
 
+@pytest.fixture(scope="session")
+def stage_run(tmp_path_factory):
+    """Return a run of two pipelines of two stages with a tied table; do not change it."""
+    folder = tmp_path_factory.mktemp("stages")
+    return mpisim.run(stage_config(folder, "stages", 2), ranks=4, transport="local").path
+
+
+@pytest.fixture(scope="session")
+def whole_run(tmp_path_factory):
+    """Return a run of one rank with the same job as `stage_run`; do not change it."""
+    folder = tmp_path_factory.mktemp("whole")
+    return mpisim.run(stage_config(folder, "whole", 1), ranks=1, transport="local").path
+
+
+def stage_config(folder, name, stages):
+    source = folder / "source.txt"
+    source.write_text("\n\n".join(f"document {number}" * 3 for number in range(100)))
+    return {
+        "run": {"name": name, "dir": str(folder)},
+        "data": {"kind": "text", "path": str(source), "window": 8, "layout": "padded"},
+        "model": {"kind": "decoder", "d_model": 8, "num_blocks": 4, "num_heads": 2, "d_ff": 12,
+                  "dtype": "float64"},
+        "train": {"steps": 4, "global_batch": 24, "num_microbatches": 4, "eval_every": 2,
+                  "warmup_report_steps": 1},
+        "parallel": {"pp": stages, "schedule": "zb-h1" if stages > 1 else "1f1b"},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def stage_copy(stage_run, tmp_path):
+    """Return a copy of `stage_run` that the test owns."""
+    return shutil.copytree(stage_run, tmp_path / "stages")
+
+
 @pytest.fixture
 def run_copy(finished_run, tmp_path):
     """Return a copy of the run that the test owns."""
