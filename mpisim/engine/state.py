@@ -383,7 +383,8 @@ class EngineState:
     @property
     def communicators(self) -> list[Communicator | BoundaryLinks]:
         """All that moves messages of this rank."""
-        return [self.dp, self.control, self.links, *([self.tied] if self.tied else [])]
+        between = [self.links] if self.mesh.pp > 1 else []
+        return [self.dp, self.control, *between, *([self.tied] if self.tied else [])]
 
     @property
     def buckets(self) -> list[np.ndarray]:

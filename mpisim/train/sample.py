@@ -24,6 +24,7 @@ from mpisim.nn.layers import Arrays, LayerContext
 from mpisim.nn.losses import LanguageHead
 from mpisim.nn.models import Model
 from mpisim.nn.params import rng_for_name
+from mpisim.train.extensions import load_extensions
 from mpisim.train.record import digest
 from mpisim.train.rundir import read_json
 from mpisim.train.setup import build_model
@@ -94,6 +95,7 @@ def sample(
             f"a run must be over text to be sampled; got data.kind = 'regression' in {path}. Name "
             f"a run over text or the standard library."
         )
+    load_extensions(config.run.extensions)
     model = build_model(config)
     is_decoder = isinstance(model.loss_layer, LanguageHead)
     if is_decoder and model.loss_layer.vocab_size <= EOS:

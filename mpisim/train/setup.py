@@ -46,6 +46,7 @@ EVAL_TOKENS_PER_FORWARD = 4096
 
 def build_model(config: RunConfig) -> Model:
     """Return the model that a config describes."""
+    require_names(config)
     data, model = config.data, config.model
     if model.kind in MODELS:
         return MODELS[model.kind](config)
@@ -93,7 +94,6 @@ class Setup:
         self.config = config
         self.extensions = load_extensions(config.run.extensions)
         """Files of users -> sha256 of what was run."""
-        require_names(config)
         self.mesh = build_mesh(config.parallel.dp, num_ranks, config.parallel.pp)
         check_data_section(config)
         pieces = self.mesh.dp * config.train.num_microbatches

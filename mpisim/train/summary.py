@@ -250,7 +250,7 @@ def assert_replicas_equal(totals: list[dict[str, Any]]) -> None:
     """
     by_stage: dict[int, set[tuple]] = {}
     for entry in totals:
-        digests = by_stage.setdefault(entry["stage"], set())
+        digests = by_stage.setdefault(entry.get("stage", 0), set())
         digests.add((entry["params_sha256"], entry.get("working_sha256")))
     for stage, digests in by_stage.items():
         if len(digests) > 1:

@@ -572,9 +572,13 @@ def test_timeline_of_stages_numbers_microbatches_and_draws_what_crosses(plots, f
 def test_neighbours_of_one_microbatch_are_one_cell(plots, figure):
     module = plots("timeline")
     cells = []
-    ops = [(0.0, 1.0, "Forward", "3b"), (1.0, 2.0, "Forward", "3b"), (2.5, 3.0, "Forward", "3b")]
+    ops = [
+        (0.0, 1.0, "Forward", "3b"), (1.1, 2.0, "Forward", "3b"), (2.0, 2.5, "wait pp", ""),
+        (2.5, 3.0, "Forward", "3b"),
+    ]  # fmt: skip
     for number, op in enumerate(ops):
-        module._add_cell(cells, op, follows=ops[number - 1 : number] if number else [])
+        if op[3]:
+            module._add_cell(cells, op, follows=ops[number - 1 : number] if number else [])
     assert cells == [(0.0, 2.0, "Forward", "3b"), (2.5, 3.0, "Forward", "3b")]
     lane = module.Lane(1, ops=ops, stage=1, cells=cells)
     module.draw(figure, module.Timeline("title", [lane], bubble=0.25))

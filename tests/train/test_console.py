@@ -41,7 +41,7 @@ def test_one_rank_is_one(capsys):
 def test_a_pipeline_says_its_mesh_its_schedule_and_its_stages(capsys):
     head, pipeline = told(capsys, parallel={"pp": 2})[:2]
     assert ", 4 ranks (dp 2 x pp 2); data text" in head
-    assert pipeline == "pipeline: schedule 1f1b, 2 stages, 4 microbatches; blocks per stage 3, 3"
+    assert pipeline == "pipeline: schedule 1f1b, 2 stages, 4 microbatches; blocks per stage 4, 2"
 
 
 def test_chunks_and_codecs_are_said(capsys):
