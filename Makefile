@@ -107,7 +107,8 @@ test: install install-mpich lint ## Run lint and all tests; the MPI tests with b
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 	$(BIN_MPICH)/python -m pytest -m mpi $(PYTEST_ARGS)
 
-test-all: test ## Also all tests with the oldest NumPy, and with every other Python found
+test-all: test ## Also whole products of settings, the oldest NumPy, every other Python found
+	$(BIN)/python -m pytest --full -m full $(PYTEST_ARGS)
 	$(BIN_MPICH)/python -m pytest -m 'not mpi' $(PYTEST_ARGS)
 	@set -e; for name in $(PYTHONS); do \
 		python=$$(for p in $$name $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$${name#python}.*/bin/python; do \

@@ -24,7 +24,7 @@ from mpisim.nn.layers import Arrays, LayerContext
 from mpisim.nn.losses import LanguageHead
 from mpisim.nn.models import Model
 from mpisim.nn.params import rng_for_name
-from mpisim.train.extensions import load_extensions
+from mpisim.train.extensions import load_extensions, require_names
 from mpisim.train.record import digest
 from mpisim.train.rundir import read_json
 from mpisim.train.setup import build_model
@@ -95,7 +95,6 @@ def sample(
             f"a run must be over text to be sampled; got data.kind = 'regression' in {path}. Name "
             f"a run over text or the standard library."
         )
-    load_extensions(config.run.extensions)
     model = build_model(config)
     is_decoder = isinstance(model.loss_layer, LanguageHead)
     if is_decoder and model.loss_layer.vocab_size <= EOS:
@@ -248,7 +247,10 @@ def _check_arguments(num_tokens: int, temperature: float, top_k: int, seed: int)
 def _read_config(path: Path) -> RunConfig:
     record = read_json(path / "run.json")
     try:
-        return config_from_mapping(record["config"])
+        config = config_from_mapping(record["config"])
+        load_extensions(config.run.extensions)
+        require_names(config)
+        return config
     except (KeyError, TypeError):
         problem = "none"
     except ConfigError as error:
