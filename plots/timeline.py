@@ -41,7 +41,7 @@ from matplotlib.patches import Patch
 from mpisim.cost.bubbles import closed_form
 from mpisim.report import load_run
 from mpisim.report.load import Layout, layout_of
-from mpisim.report.stages import traced_stages
+from mpisim.report.stages import recorded_stages
 from mpisim.report.traces import (
     TRAIN,
     Overlap,
@@ -147,7 +147,7 @@ def load(run_dir: Path, step: int | None = None, steps: int = 1) -> Timeline:
         raise NoData(f"step {step} is not in the trace; it has {min(common)} to {max(common)}.")
     last = max(number for number in common if number < step + steps)
     layout = layout_of(run)
-    stages = traced_stages(traces, layout) if layout.pp > 1 else {}
+    stages = dict(enumerate(recorded_stages(run)))
     chunks = {
         block: chr(ord("a") + stage // layout.pp % 26) if layout.chunks > 1 else ""
         for stage, blocks in stages.items()

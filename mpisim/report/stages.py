@@ -14,10 +14,8 @@ Imported for pipelines only: this reads traces, so it needs NumPy.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +27,7 @@ from mpisim.plan.check_pipeline import in_flight
 from mpisim.plan.ops import Op
 from mpisim.plan.text import op_text, parse_plan
 from mpisim.report.load import Layout, Run, layout_of
-from mpisim.report.traces import RECEIVES, TRAIN, op_fields, read_traces
+from mpisim.report.traces import RECEIVES, TRAIN, read_traces
 from mpisim.trace.store import RankTrace
 
 Row = dict[str, Any]
@@ -51,55 +49,16 @@ class RankTimes:
     """Text of an op that never waits -> seconds, mean over its runs."""
 
 
-def stage_blocks(run: Run, traces: Iterable[RankTrace]) -> dict[int, tuple[tuple[str, ...], ...]]:
-    """Return the blocks of each coordinate of axis pp, one tuple per chunk it holds.
-
-    Read off the traced plans; without traces off the list of the weights, where chunks are one.
-    """
-    layout = layout_of(run)
-    stages = traced_stages(traces, layout)
-    if len(stages) == layout.pp * layout.chunks:
-        return {
-            place: tuple(stages[s] for s in range(place, len(stages), layout.pp))
-            for place in range(layout.pp)
-        }
-    try:
-        text = (run.path / "weights" / "manifest.json").read_text(encoding="utf-8")
-        return {
-            int(entry["stage"]): (tuple(map(str, entry["blocks"])),)
-            for entry in json.loads(text)["stages"]
-        }
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+def stage_blocks(run: Run) -> dict[int, tuple[tuple[str, ...], ...]]:
+    """Return the blocks of each coordinate of axis pp, one tuple per chunk it holds."""
+    pp = layout_of(run).pp
+    stages = recorded_stages(run)
+    return {place: stages[place::pp] for place in range(pp if stages else 0)}
 
 
-def traced_stages(traces: Iterable[RankTrace], layout: Layout) -> dict[int, tuple[str, ...]]:
-    """Return the blocks of each stage that some rank's first training plan shows, by its number.
-
-    The blocks of a forward that is sent over boundary s are those of stage s; what is sent nowhere
-    is the last stage's.
-    """
-    last = layout.pp * layout.chunks - 1
-    stages: dict[int, tuple[str, ...]] = {}
-    for trace in traces:
-        plan = next((plan for plan in trace.plans.values() if plan.name.startswith(TRAIN)), None)
-        if plan is None:
-            continue
-        blocks: list[str] = []
-        micro = ""
-        for kind, text in zip(plan.kinds, plan.texts, strict=True):
-            words = op_fields(text)
-            ends = kind == "SendActivation" or (kind == "Forward" and words["micro"] != micro)
-            if blocks and (ends or kind == "RecvActivation"):
-                stage = int(words["boundary"]) if kind == "SendActivation" else last
-                stages.setdefault(stage, tuple(blocks))
-                blocks = []
-            if kind == "Forward":
-                blocks.append(words["block"])
-                micro = words["micro"]
-        if blocks:
-            stages.setdefault(last, tuple(blocks))
-    return dict(sorted(stages.items()))
+def recorded_stages(run: Run) -> tuple[tuple[str, ...], ...]:
+    """Return the blocks of each stage as run.json lists them; none without stages."""
+    return tuple(tuple(map(str, stage)) for stage in run.record.get("stages", ()))
 
 
 def stage_rows(run: Run) -> list[Row]:
@@ -109,7 +68,7 @@ def stage_rows(run: Run) -> list[Row]:
         return []
     traces, _ = read_traces(run.path)
     times = {trace.rank: made for trace in traces if (made := rank_times(trace, run.warmup_steps))}
-    blocks = stage_blocks(run, traces)
+    blocks = stage_blocks(run)
     plan = _traced_plan(layout, traces, blocks)
     played = _replay(plan, times) if plan is not None else None
     if len(times) < run.num_ranks:

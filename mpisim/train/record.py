@@ -41,6 +41,7 @@ def run_record(
         "extensions": setup.extensions,
         "ranks": transport.size,
         "mesh": {"dp": mesh.dp, "pp": mesh.pp, "tp": mesh.tp},
+        "stages": [list(stage) for stage in setup.pipeline.stages],
         "hosts": hosts,
         "cores": os.cpu_count(),
         "platform": platform.platform(),

@@ -21,7 +21,7 @@ from pipeline_jobs import (
     pipeline_model,
     product,
 )
-from small_jobs import bits_of, cut, packed_rows, run_engine
+from small_jobs import bits_of, cut, make_config, packed_rows, run_engine, train
 
 NUM_CASES = 40
 CASES, MISSING = cover(NUM_CASES, product())
@@ -148,3 +148,33 @@ def test_stages_do_not_change_bits_and_another_split_neither():
 def test_all_schedules_give_the_same_bits_in_every_layout(pp, dp, zero):
     for micros in (1, 3, 8):
         assert_one_result(pp, dp, zero, micros, synchronous=(False, True))
+
+
+# --- whole jobs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks"),
+    [
+        ({"pp": 2, "schedule": "zb-h1", "zero": 2}, 4),
+        ({"pp": 2, "schedule": "interleaved", "chunks": 2}, 2),
+    ],
+)
+def test_whole_jobs_and_their_evaluations_are_those_of_one_process(tmp_path, parallel, ranks):
+    """From a config: batches of data, a short last one, held-out losses and hits."""
+    sections = {
+        "model": {"kind": "decoder", "d_model": 4, "num_heads": 2, "d_ff": 4, "num_blocks": 4},
+        "train": {"steps": 5, "global_batch": 96, "eval_every": 2, "eval_rows": 7},
+        "optimizer": {"kind": "adamw", "lr": 0.01, "clip_norm": 0.5},
+        "data": {"max_bytes": 1200},
+    }
+    one = train(make_config(tmp_path, "text", **sections), 1)
+    sections |= {"parallel": parallel, "train": sections["train"] | {"num_microbatches": 3}}
+    many = train(make_config(tmp_path, "text", **sections), ranks)
+    assert len({row["rows"] for row in one.steps}) == 2
+    np.testing.assert_allclose(many.losses, one.losses, rtol=1e-12)
+    assert len(many.evaluations) == len(one.evaluations) >= 2
+    for mine, right in zip(many.evaluations, one.evaluations, strict=True):
+        np.testing.assert_allclose(mine["heldout_loss"], right["heldout_loss"], rtol=1e-12)
+        assert mine["heldout_rows"] == right["heldout_rows"]
+        assert mine.get("heldout_top1") == right.get("heldout_top1")

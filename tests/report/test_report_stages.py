@@ -15,6 +15,7 @@ from mpisim.layouts.metrics import CHANNELS
 from mpisim.report import export_perfetto, report_rows, report_text
 from mpisim.report.compare import compare_rows, compare_text
 from mpisim.report.load import layout_of, load_run
+from mpisim.report.perfetto import event_lines
 from mpisim.report.stages import RankTimes, _replay, _traced_plan, rank_times, stage_blocks
 from mpisim.report.traces import (
     expand_stage_messages,
@@ -292,6 +293,7 @@ def two_ranks(stage_copy):
     """Return the layout of a pipeline of two ranks, and their hand-made traces."""
     record = json.loads((stage_copy / "run.json").read_text())
     record["ranks"], record["mesh"] = 2, {"dp": 1, "pp": 2, "tp": 1}
+    record["stages"] = [["a"], ["b"]]
     record["config"]["train"]["num_microbatches"] = 1
     (stage_copy / "run.json").write_text(json.dumps(record))
     return load_run(stage_copy), [rank_trace(0, OPS, FIRST), rank_trace(1, PEER, SECOND)]
@@ -299,7 +301,7 @@ def two_ranks(stage_copy):
 
 def test_a_replay_takes_measured_compute_and_nothing_for_messages(stage_copy):
     run, traces = two_ranks(stage_copy)
-    blocks = stage_blocks(run, traces)
+    blocks = stage_blocks(run)
     assert blocks == {0: (("a",),), 1: (("b",),)}
     plan = _traced_plan(layout_of(run), traces, blocks)
     times = {trace.rank: rank_times(trace, 0) for trace in traces}
@@ -416,6 +418,37 @@ def test_tracks_of_stages_nest_and_ops_tell_their_microbatch(exported):
         if event.get("cat") == "pp" and "sequence" in event.get("args", {})
     ]
     assert tied and {text.split()[0] for text in tied} == {"ExchangeTied"}
+
+
+def test_messages_of_a_middle_stage_in_flight_together_get_lanes_of_their_own():
+    texts = (
+        "Forward block=a micro=1 keep=all",
+        "SendActivation boundary=1 micro=1 peer=2 shape=2x2 codec=none",
+        "Backward block=a micro=0",
+        "SendGrad boundary=0 micro=0 peer=0 shape=2x2 codec=none",
+        "WaitSend boundary=1 micro=1 peer=2 kind=activation",
+        "WaitSend boundary=0 micro=0 peer=0 kind=grad",
+    )
+    made = rank_trace(1, texts, np.ones(6))
+    events = [json.loads(line) for line in event_lines([made])]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    sends = [e for e in events if e["ph"] == "X" and e["cat"] == "pp"]
+    assert {(names[e["tid"]], e["name"], e["ts"], e["dur"]) for e in sends} == {
+        ("pp send", "activation 1 to 2", 1e6, 4e6),
+        ("pp send 2", "grad 0 to 0", 3e6, 3e6),
+    }
+    # The other sides are not here, nor is the dtype of what was sent.
+    assert not any(e["ph"] in "sf" or "bytes" in e.get("args", {}) for e in events)
+
+
+def test_a_send_that_never_left_is_closed_and_flagged():
+    made = rank_trace(0, OPS[:4], FIRST[:4])
+    (sent,) = [
+        event
+        for event in map(json.loads, event_lines([made]))
+        if event["ph"] == "X" and event["cat"] == "pp"
+    ]
+    assert sent["args"]["unfinished"] and (sent["ts"], sent["dur"]) == (3.5e6, 0.25e6)
 
 
 def test_a_cut_pipeline_exports_without_half_open_arrows(stage_copy, tmp_path):
