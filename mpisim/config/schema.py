@@ -40,9 +40,9 @@ class RunSection(Section):
     extensions: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Python files that register schedules, codecs, collectives, activations or models of yours;
     relative to where the command is started. They are run on every rank."""
-    init_from: str | None = None
+    init_from: Annotated[str, Field(min_length=1)] | None = None
     """Run directory, or weights file, whose weights to start from instead of random ones; each
-    rank reads its own part only."""
+    rank reads its own part only. `mpisim weights` compares their sha256."""
 
 
 class DataSection(Section):

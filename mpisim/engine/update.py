@@ -71,6 +71,12 @@ def clear_gradients(state: EngineState) -> None:
         state.grads.clear()
 
 
+def clear_residuals(state: EngineState) -> None:
+    """Forget what gradients have lost on their way: the step that they belong to was not made."""
+    for residual in state.residuals.values():
+        residual.reshape(-1).view(np.uint8).fill(0)
+
+
 def fingerprint(state: EngineState) -> dict[str, int]:
     """Return a number per parameter that changes if any one of its values does.
 
@@ -186,10 +192,14 @@ def finish_update(state: EngineState) -> None:
     if step.found_non_finite:
         _refuse(state)
         step.skipped = True
+        clear_residuals(state)
     else:
         _commit(state)
         state.committed += 1
         state.loss_scale.commit()
+        if state.loss_scale.value != step.loss_scale:
+            # What was lost is in units of the old scale; the next gradients come in the new one.
+            clear_residuals(state)
     clear_gradients(state)
 
 
@@ -350,6 +360,7 @@ def abandon_step(state: EngineState) -> None:
     """Undo what a failed step left: activations, batches, partial gradients, stamps."""
     state.recorder.drop_step()
     clear_gradients(state)
+    clear_residuals(state)
     state.links.abandon()
     for store in state.stores:
         if state.zero == 3:

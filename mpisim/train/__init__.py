@@ -3,6 +3,7 @@
     setup.py     config -> model, mesh, plans; the static check behind `mpisim check`
     pipeline.py  the stages of a config
     extensions.py  files of users that register names
+    start.py     the weights to start from
     calibrate.py how bottlenecks start
     fit.py       whether all plans of a run keep its budget
     changes.py   the smallest change that would, tried on real plans

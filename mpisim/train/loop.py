@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -22,11 +23,10 @@ from mpisim.data.load import Dataset, load_data
 from mpisim.data.sampler import Sampler, microbatch_bounds, shard_rows, spread_indices
 from mpisim.engine.state import EngineState, StepState
 from mpisim.engine.step import Engine
-from mpisim.errors import ConfigError, MemoryBudgetExceeded, MpisimError
+from mpisim.errors import CheckpointError, ConfigError, MemoryBudgetExceeded, MpisimError
 from mpisim.launch import Job
 from mpisim.layouts.metrics import MEMORY_CATEGORIES, METRIC_NAMES
-from mpisim.memory.tracker import Tracker, open_tracker, resident_bytes
-from mpisim.nn.params import fill_param
+from mpisim.memory.tracker import open_tracker, resident_bytes
 from mpisim.plan.build import Plan
 from mpisim.trace.recorder import Recorder
 from mpisim.train.calibrate import start_bottlenecks
@@ -37,7 +37,7 @@ from mpisim.train.fit import DRAWING, require_fit, sizes_of
 from mpisim.train.record import run_record
 from mpisim.train.rundir import check_run_dir, create_run_dir, run_dir_of, write_json
 from mpisim.train.setup import Setup
-from mpisim.train.stage_reader import StageReader
+from mpisim.train.start import Start
 from mpisim.train.summary import (
     History,
     assert_replicas_equal,
@@ -46,10 +46,6 @@ from mpisim.train.summary import (
     write_summary,
     write_weights,
 )
-from mpisim.train.weights import compare_names
-
-READ_BYTES = 1 << 16
-"""Working space while the weights to start from are read."""
 
 
 def train_rank(config: RunConfig, job: Job, *, overwrite: bool = False) -> None:
@@ -97,7 +93,7 @@ def train_on(
         sizes = sizes_of(config, data)
         require_fit(setup, sizes, with_data=True)
         sampler = Sampler(data.num_train, config.train.global_batch, config.run.seed)
-        run_dir = _agree_and_create(transport, setup, data, overwrite)
+        run_dir, start = _agree_and_create(transport, setup, data, overwrite)
         offset = clock_offset_s(transport)
         recorder = Recorder(
             run_dir / "trace" / f"rank-{transport.rank:04d}.bin" if config.trace.enabled else None,
@@ -112,9 +108,11 @@ def train_on(
         try:
             # Before the budget holds: figures about the data are no part of the training.
             history = History(data.baselines() if transport.rank == 0 else {})
-            state = build_state(transport, setup, recorder, data.nbytes, tracker)
+            with contextlib.closing(start):
+                state = setup.build_state(transport, recorder, data.nbytes, tracker, start.fill)
             trainer = _Trainer(transport, setup, job, data, sampler, state, run_dir, history)
             trainer.resident_start_bytes = resident_start
+            trainer.has_bottlenecks = start.has_bottlenecks
             try:
                 trainer.run()
             finally:
@@ -147,38 +145,6 @@ def over_cluster(transport: Transport, config: RunConfig) -> Transport:
     )  # fmt: skip
 
 
-def build_state(
-    transport: Transport, setup: Setup, recorder: Recorder, data_bytes: int, tracker: Tracker
-) -> EngineState:
-    """Return what a rank owns at the start, with the weights that the config says.
-
-    Raises
-    ------
-    CheckpointError
-        The weights to start from are damaged, or not those of this model.
-    """
-    source = setup.config.run.init_from
-    if source is None:
-        return setup.build_state(transport, recorder, data_bytes, tracker)
-    # Outside NumPy: reading is no part of the memory that the run is measured by.
-    scratch = np.frombuffer(bytearray(READ_BYTES), np.uint8)
-    with StageReader(source, scratch) as reader:
-        known = setup.base_model.param_specs()
-        compare_names(
-            reader.path, {name: place.shape for name, place in reader.places.items()},
-            {spec.name: spec.shape for spec in known},
-        )  # fmt: skip
-        names = {spec.name for spec in known}
-
-        def fill(name: str, out: np.ndarray, lo: int) -> None:
-            if name in names:
-                reader.fill(name, out, lo)
-            else:
-                fill_param(setup.model, setup.config.run.seed, name, out, lo)
-
-        return setup.build_state(transport, recorder, data_bytes, tracker, fill)
-
-
 class _Trainer:
     """The loop over steps of one rank."""
 
@@ -205,6 +171,8 @@ class _Trainer:
         self.metrics_file = None
         self.params: dict[str, np.ndarray] = {}
         self.resident_start_bytes: int | None = None
+        self.has_bottlenecks = False
+        """The weights that the run starts from have bottlenecks already."""
         if self.is_root:
             self.metrics_file = open(run_dir / "metrics.jsonl", "w", encoding="utf-8")
 
@@ -249,7 +217,7 @@ class _Trainer:
             return
         if setup.config.compute.mode == "real":
             self._note_pass("base", self._measure_heldout(None, base=True))
-        if setup.config.compression.bottleneck:
+        if setup.config.compression.bottleneck and not self.has_bottlenecks:
             start_bottlenecks(self.transport, setup, self.state, self._run_base)
         if setup.config.compute.mode == "real":
             self._note_pass("calibrated", self._measure_heldout(None))
@@ -417,31 +385,60 @@ class _Trainer:
             assert_replicas_equal(totals)
 
 
-def _agree_and_create(transport: Transport, setup: Setup, data: Dataset, overwrite: bool) -> Path:
-    """Compare what all ranks are about to do, then let rank 0 create the run directory."""
+def _agree_and_create(
+    transport: Transport, setup: Setup, data: Dataset, overwrite: bool
+) -> tuple[Path, Start]:
+    """Compare what all ranks are about to do, then let rank 0 create the run directory.
+
+    Returns it, and the weights to start from, opened.
+    """
+    start: Start | None = None
+    error: MpisimError | None = None
+    try:
+        if transport.rank == 0:
+            check_run_dir(setup.config, overwrite)
+        # Before anything is replaced; a file may be damaged for one stage only.
+        start = Start(setup, transport.rank)
+    except MpisimError as refused:
+        error = refused
+    try:
+        digest = start.digest if start is not None else ""
+        run_dir = _agree(transport, setup, data, overwrite, digest, error)
+        assert start is not None
+        return run_dir, start
+    except BaseException:
+        if start is not None:
+            start.close()
+        raise
+
+
+def _agree(
+    transport: Transport,
+    setup: Setup,
+    data: Dataset,
+    overwrite: bool,
+    start_digest: str,
+    error: MpisimError | None,
+) -> Path:
     config = setup.config
     order = [[p.name, list(p.shape), config.model.dtype] for p in setup.model.param_specs()]
     mine = {
         "config": hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16],
         "data": str(data.record().get("sha256", ""))[:16],
         "extensions": hashlib.sha256(json.dumps(setup.extensions).encode()).hexdigest()[:16],
+        "weights to start from": start_digest[:16],
         "parameter order": hashlib.sha256(json.dumps(order).encode()).hexdigest()[:16],
         "mpisim version": mpisim.__version__,
         "NumPy version": np.__version__,
     }
-    error = ""
     run_dir = run_dir_of(config).absolute()
-    if transport.rank == 0:
-        try:
-            check_run_dir(config, overwrite)
-        except ConfigError as refused:
-            error = str(refused)
-    told = [
-        json.loads(text)
-        for text in transport.exchange(json.dumps([mine, error, str(run_dir), host_name()]))
-    ]
-    if told[0][1]:
-        raise ConfigError(told[0][1])
+    refusal = [type(error).__name__, str(error)] if error is not None else None
+    texts = transport.exchange(json.dumps([mine, refusal, str(run_dir), host_name()]))
+    told = [json.loads(text) for text in texts]
+    for _, refused, *_ in told:
+        if refused:
+            kind = CheckpointError if refused[0] == CheckpointError.__name__ else ConfigError
+            raise kind(refused[1])
     for rank, (theirs, *_) in enumerate(told):
         for what, value in theirs.items():
             if value != told[0][0][what]:
@@ -454,7 +451,8 @@ def _agree_and_create(transport: Transport, setup: Setup, data: Dataset, overwri
     if transport.rank == 0:
         try:
             # First all that can fail: creating the directory deletes an earlier run.
-            record = run_record(setup, transport, data, [entry[3] for entry in told])
+            hosts = [entry[3] for entry in told]
+            record = run_record(setup, transport, data, hosts, start_digest)
             create_run_dir(run_dir, overwrite)
             write_json(run_dir / "run.json", record)
         except (ConfigError, OSError) as refused:

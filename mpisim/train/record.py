@@ -25,7 +25,7 @@ from mpisim.train.setup import Setup
 
 
 def run_record(
-    setup: Setup, transport: Transport, data: Dataset, hosts: list[str]
+    setup: Setup, transport: Transport, data: Dataset, hosts: list[str], start_digest: str = ""
 ) -> dict[str, Any]:
     """Return what run.json holds: everything needed to repeat the run."""
     import importlib.metadata as metadata
@@ -39,6 +39,7 @@ def run_record(
         "config": config.model_dump(mode="json"),
         "data": data.record(),
         "extensions": setup.extensions,
+        "init_from_sha256": start_digest or None,
         "ranks": transport.size,
         "mesh": {"dp": mesh.dp, "pp": mesh.pp, "tp": mesh.tp},
         "stages": [list(stage) for stage in setup.pipeline.stages],

@@ -120,6 +120,7 @@ class Setup:
         if config.compression.bottleneck and self.mesh.pp > 1:
             self.model, self.pipeline = with_bottlenecks(config, self.model, self.base_pipeline)
             self._specs.clear()
+        self._check_waits()
 
     def _check_shards(self, num_ranks: int) -> None:
         """Refuse to share out over the `num_ranks` ranks of axis dp what cannot be."""
@@ -138,6 +139,24 @@ class Setup:
                 f"parallel.zero must leave every rank a parameter; got {num_params} parameters "
                 f"for {num_ranks} ranks with parallel.zero = {stage}. Start at most {num_params} "
                 f"ranks, or set parallel.zero = 0."
+            )
+
+    def _check_waits(self) -> None:
+        """Refuse an emulated machine on which a rank would give up waiting."""
+        cluster, limit = self.config.cluster, self.config.comm.timeout_s
+        if cluster.latency_s >= limit:
+            raise ConfigError(
+                f"cluster.latency_s must be below comm.timeout_s; got {cluster.latency_s} with "
+                f"{limit}. Lower it, or raise comm.timeout_s."
+            )
+        if self.config.compute.mode == "real":
+            return
+        rows = max(map(max, self.signature(self.config.train.global_batch)))
+        flops = max(max(b.forward_flops, b.backward_flops) for b in self.specs(rows))
+        if flops >= limit * cluster.flops_per_s:
+            raise ConfigError(
+                f"cluster.flops_per_s must let every block end within comm.timeout_s = {limit}; "
+                f"got {cluster.flops_per_s:g} with {flops} operations in one. Raise one of them."
             )
 
     def share_specs(self, other: Setup) -> None:

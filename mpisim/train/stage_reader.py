@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -124,6 +124,30 @@ class StageReader:
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+    def open_files(self, names: Iterable[str]) -> None:
+        """Open the files that hold these parameters, so that a fault shows before they are read.
+
+        Raises
+        ------
+        CheckpointError
+            A file is missing, or not what the manifest says.
+        """
+        for name in names:
+            if self.is_split:
+                self._open(self._owners[name])
+
+    def identity(self) -> bytes:
+        """Return the bytes that say which weights these are: the manifest, or the file's header.
+
+        A manifest holds the sha256 of every stage's numbers; a header no more than names, places
+        and facts about the run.
+        """
+        if self.is_split:
+            return self.path.read_bytes()
+        with open(self.path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            return file.read(length)
 
     @property
     def scratch(self) -> np.ndarray:

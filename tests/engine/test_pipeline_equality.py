@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -57,7 +58,13 @@ REST = {name: values for name, values in FACTORS.items() if name not in FIRST}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(FIRST, list(itertools.product(*(FACTORS[name] for name in FIRST))))
+@pytest.mark.parametrize(
+    FIRST,
+    [
+        pytest.param(*values, id=name_of(values))
+        for values in itertools.product(*(FACTORS[name] for name in FIRST))
+    ],
+)
 def test_the_whole_product_learns_what_one_process_learns(pp, schedule, recompute, tied):
     fixed = {"pp": (pp,), "schedule": (schedule,), "recompute": (recompute,), "tied": (tied,)}
     cases = product(**fixed)
@@ -128,8 +135,9 @@ def test_all_schedules_give_the_same_bits(pp, dp, zero, micros):
 
 
 def test_all_schedules_give_the_same_bits_under_synchronous_sends():
-    """No plan needs a copy of what it sends."""
-    assert_one_result(2, 2, 0, 3, synchronous=(True, False))
+    """No plan needs a copy of what it sends: the bits of eager sends, too."""
+    weights = assert_one_result(2, 2, 0, 3, synchronous=(True,))
+    assert weights == bits_of_run(Case(dp=2))[2]
 
 
 def test_stages_do_not_change_bits_and_another_split_neither():
@@ -164,13 +172,16 @@ def test_whole_jobs_and_their_evaluations_are_those_of_one_process(tmp_path, par
     """From a config: batches of data, a short last one, held-out losses and hits."""
     sections = {
         "model": {"kind": "decoder", "d_model": 4, "num_heads": 2, "d_ff": 4, "num_blocks": 4},
-        "train": {"steps": 5, "global_batch": 96, "eval_every": 2, "eval_rows": 7},
+        "train": {"steps": 6, "global_batch": 96, "eval_every": 2, "eval_rows": 7},
         "optimizer": {"kind": "adamw", "lr": 0.01, "clip_norm": 0.5},
-        "data": {"max_bytes": 1200},
     }
-    one = train(make_config(tmp_path, "text", **sections), 1)
+    one_config = make_config(tmp_path, "text", **sections)
     sections |= {"parallel": parallel, "train": sections["train"] | {"num_microbatches": 3}}
-    many = train(make_config(tmp_path, "text", **sections), ranks)
+    many_config = make_config(tmp_path, "text", **sections)
+    # Of many documents some are held out.
+    text = b"\n\n".join(b"%d dogs, %d cats" % (i, i * i * 7919) for i in range(70))
+    Path(many_config.data.path).write_bytes(text)
+    one, many = train(one_config, 1), train(many_config, ranks)
     assert len({row["rows"] for row in one.steps}) == 2
     np.testing.assert_allclose(many.losses, one.losses, rtol=1e-12)
     assert len(many.evaluations) == len(one.evaluations) >= 2

@@ -29,7 +29,7 @@ from mpisim.train.setup import Setup
 
 pytestmark = pytest.mark.skipif(not hook_is_built(), reason="the allocator hook is not built")
 
-NUM_CASES, NUM_FULL = 20, 160
+NUM_CASES, NUM_FULL = 16, 160
 LIMITS = {
     **PIPELINE_FACTORS,
     "ranks": (1, 2, 3), "hidden": (3, 0), "activation": ("relu", "gelu"), "micros": (4, 1, 2, 3),

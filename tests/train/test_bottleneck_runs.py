@@ -307,7 +307,7 @@ def test_gradients_go_straight_through(monkeypatch, pp, codecs, feedback):
             state.residuals = {state.rank - 1: np.zeros(shape)}
 
     done = run_engine(
-        model, [parts], pp=pp, codecs=codecs, schedule="1f1b", prepare=prepare
+        model, [parts], pp=pp, codecs=codecs, prepare=prepare, schedule={2: "1f1b", 3: "zb-h1"}[pp]
     )  # fmt: skip
     loss, grads = straight_through(model, done.plans[0].stages, parts[0], codecs, feedback)
     assert done.losses[0] == pytest.approx(loss, rel=TOLERANCE)

@@ -17,7 +17,7 @@ from mpisim.cost.simulate import Link, simulate_schedule
 from mpisim.errors import ConfigError, DeadlockError, PlanError
 from mpisim.layouts import codecs as codec_layouts
 from mpisim.layouts import steps
-from mpisim.memory.tracker import hook_is_built
+from mpisim.memory.tracker import hook_is_built, open_tracker
 from mpisim.nn import models
 from mpisim.nn.layers import LayerContext
 from mpisim.plan import schedules
@@ -227,6 +227,27 @@ def test_squared_relu_and_its_gradient(dtype):
     assert saved[0] is y
     spec = layer.spec(x.shape, np.dtype(dtype), "a")
     assert spec.saved_bytes == y.nbytes and spec.extra_saved_bytes == 0
+
+
+@pytest.mark.skipif(not hook_is_built(), reason="the allocator hook was not compiled")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_squared_relu_makes_what_its_spec_says(dtype):
+    load_extensions(example("squared")["extensions"])
+    layer = models.ACTIVATIONS["squared-relu"]()
+    x, dy = (np.full((5, 7), value, dtype) for value in (0.5, 2.0))
+    spec = layer.spec(x.shape, x.dtype, "a")
+    tracker = open_tracker("hook")
+    try:
+        before = tracker.live()
+        tracker.reset_peak()
+        _, saved = layer.forward({}, x, LayerContext())
+        assert tracker.peak() - before == spec.forward_peak_bytes
+        before = tracker.live()
+        tracker.reset_peak()
+        layer.backward_input({}, saved, dy, LayerContext())
+        assert tracker.peak() - before == spec.input_peak_bytes
+    finally:
+        tracker.close()
 
 
 # The chain of the experiments -----------------------------------------------------------------
