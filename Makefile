@@ -17,10 +17,12 @@ BUILD_FILES := pyproject.toml setup.py mpisim/memory/_allocator.c
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-mpich demo overlap accumulation recompute precision ranks zero memory-ablation budget reproduce test test-all lint format plots bench bench-step bench-mpich wheel clean
+.PHONY: help install install-mpich demo overlap accumulation recompute precision ranks zero \
+	memory-ablation budget bubble pipeline-memory crossover compression accumulate-or-pipeline \
+	pipeline-overlap reproduce fuzz test test-all lint format plots bench bench-step bench-mpich wheel clean
 
 help: ## List all targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: .venv/.installed ## Set up .venv: Open MPI, newest NumPy, plots, tools
 
@@ -99,6 +101,25 @@ memory-ablation: install ## One budget: all techniques, each one removed, none
 budget: install ## The largest decoder under 64 MiB a rank, with and without each technique
 	$(call experiment,budget)
 
+bubble: install ## How long ranks wait under each schedule, beside the closed forms (5 to 8 minutes)
+	$(call experiment,bubble)
+
+pipeline-memory: install ## What each stage of a pipeline holds under each schedule
+	$(call experiment,pipeline-memory)
+
+crossover: install ## The link latency from which on 1F1B loses to GPipe
+	$(call experiment,crossover)
+
+compression: install ## Bytes on the wire against held-out loss: codecs, bottlenecks, error feedback
+	$(call experiment,compression)
+
+accumulate-or-pipeline: install ## A loop, schedules and replicas on the same two ranks
+	$(call experiment,accumulate-or-pipeline)
+
+pipeline-overlap: install ## How much of the rings of a 1F1B step hides behind its backwards (emulated)
+	$(BIN)/mpisim train experiments/overlap/pipeline.toml --ranks 8 --overwrite
+	$(BIN)/python experiments/overlap/overlap.py runs/pipeline-overlap
+
 reproduce: install ## Published tables beside ours, and their figures
 	$(BIN)/mpisim reproduce all
 	$(BIN)/python plots/reproduce.py --out runs/reproduce
@@ -121,6 +142,9 @@ test-all: test ## Also whole products of settings, the oldest NumPy, every other
 		echo "testing with $$($$venv/bin/python --version)"; \
 		$$venv/bin/python -m pytest $(PYTEST_ARGS); \
 	done
+
+fuzz: install ## A million random and damaged frames: a typed error or an exact decode each
+	$(BIN)/python tests/comm/fuzz_frames.py --count 1000000
 
 lint: install ## Check style, docstrings, import directions and ASCII
 	$(BIN)/ruff check .

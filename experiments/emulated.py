@@ -11,7 +11,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from mpisim.config import load_config
@@ -105,43 +105,16 @@ def simulated(config: RunConfig, ranks: int) -> PlanTimeline:
     )  # fmt: skip
 
 
-def _set_urgent(urgent: bool) -> None:
-    """Be woken in time whatever else the machine does, or no longer, where that is allowed.
-
-    Ranks that sleep in place of work take little of a core, but are late where they must queue.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # not root, or not Linux
-        policy = os.SCHED_RR if urgent else os.SCHED_OTHER
-        os.sched_setscheduler(0, policy, os.sched_param(int(urgent)))
-
-
-def _calmly(call: Callable) -> Callable:
-    """Return a call in which all ranks spin: they must not do that urgently."""
-
-    def polite(*arguments):
-        _set_urgent(False)
-        try:
-            return call(*arguments)
-        finally:
-            _set_urgent(True)
-
-    return polite
-
-
 def _work(job: Job) -> None:
     file, changes = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     configs = [load_config(file, each) for each in changes]
     transport = job.connect(timeout_s=configs[0].comm.timeout_s)
-    transport.exchange = _calmly(transport.exchange)
-    transport.barrier = _calmly(transport.barrier)
     for config in configs:
-        _set_urgent(False)
         # A run's own lines would hide how far all of them are.
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             train_on(transport, Setup(config, job.size), job, True)
         if job.rank == 0:
             print(f"   {config.run.name}", flush=True)
-    _set_urgent(False)
     job.finish()
 
 

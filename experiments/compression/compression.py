@@ -120,6 +120,8 @@ def schemes() -> list[Scheme]:
     for width in (32, 16):
         for name in ("int8", "int4"):
             found.append(Scheme("bottleneck", name, name, width))
+            if name == "int4":
+                found.append(Scheme("bottleneck", name, name, width, error_feedback=True))
     return found
 
 
@@ -430,6 +432,7 @@ def draw_losses(axes, entries: list[Row]) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlim(left=32)
     axes.set_xlabel("bytes across boundaries in a step, activations and gradients (KiB)")
     axes.set_ylabel("held-out loss (nats per token)")
     marks = [Line2D([], [], color=colour, marker="o", linestyle="", label=label)

@@ -13,11 +13,13 @@ the first in the lowest bits of the first byte, without gaps; bits left over in 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
+from mpisim.errors import ConfigError, MpisimError
 from mpisim.layouts.codecs import (
     MAX_BITS,
     MIN_BITS,
@@ -148,8 +150,9 @@ def register_codec(spec: CodecSpec, encode: Encode, decode: Decode) -> None:
 
     Raises
     ------
-    ValueError
-        The name or the code is taken, or the spec is not one of a user's codec.
+    ConfigError
+        The name or the code is taken, something is no function, or the spec is not one of a user's
+        codec.
 
     Notes
     -----
@@ -157,8 +160,27 @@ def register_codec(spec: CodecSpec, encode: Encode, decode: Decode) -> None:
     `scratch` is 128 KiB of uint8; arrays that the functions make are not in the memory forecast.
     Bytes that are no payload make `decode` raise ValueError.
     """
+    for what, function in (("encode", encode), ("decode", decode)):
+        if not callable(function):
+            raise ConfigError(
+                f"{what} of codec {spec.name!r} must be a function; got {function!r}. Give one."
+            )
     add_codec_spec(spec)
     _user_codecs[spec.name] = encode, decode
+
+
+@contextlib.contextmanager
+def _named(codec: str, what: str) -> Iterator[None]:
+    """Say whose function failed; a decode refuses bytes by ValueError, which its caller reads."""
+    try:
+        yield
+    except Exception as error:
+        if what == "decode" and isinstance(error, ValueError):
+            raise
+        raise MpisimError(
+            f"{what} of codec {codec!r} must run without an error; got {type(error).__name__}: "
+            f"{error}. Correct it."
+        ) from error
 
 
 def encode(spec: CodecSpec, x: np.ndarray, payload: np.ndarray, scratch: np.ndarray) -> None:
@@ -198,7 +220,8 @@ def encode(spec: CodecSpec, x: np.ndarray, payload: np.ndarray, scratch: np.ndar
     """
     _check(spec, x, payload, "x")
     if spec.kind == "custom":
-        _user_codecs[spec.name][0](x, payload, scratch)
+        with _named(spec.name, "encode"):
+            _user_codecs[spec.name][0](x, payload, scratch)
     elif spec.kind == "raw":
         np.copyto(payload, _bytes_of(x))
     else:
@@ -232,7 +255,8 @@ def decode(spec: CodecSpec, payload: np.ndarray, out: np.ndarray, scratch: np.nd
     """
     _check(spec, out, payload, "out")
     if spec.kind == "custom":
-        _user_codecs[spec.name][1](payload, out, scratch)
+        with _named(spec.name, "decode"):
+            _user_codecs[spec.name][1](payload, out, scratch)
     elif spec.kind == "raw":
         np.copyto(_bytes_of(out), payload)
     else:

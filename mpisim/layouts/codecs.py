@@ -109,25 +109,25 @@ def add_codec_spec(spec: CodecSpec) -> None:
 
     Raises
     ------
-    ValueError
+    ConfigError
         It is not of kind custom, has no `size`, its name is built in, or its code taken or out
         of range.
     """
-    if spec.kind != "custom" or spec.size is None:
-        raise ValueError(
+    if spec.kind != "custom" or not callable(spec.size):
+        raise ConfigError(
             f"a codec of your own must be of kind 'custom' and have a size function; got kind "
             f"{spec.kind!r} with size {spec.size!r} for {spec.name!r}. Set both."
         )
     known = _SPECS.get(spec.name)
     if not spec.name or (known is not None and known.kind != "custom"):
-        raise ValueError(
+        raise ConfigError(
             f"codec name must be new; got {spec.name!r}, beside {', '.join(_SPECS)}. Choose "
             f"another."
         )
     holder = codec_of_code(spec.code)
     is_free = holder is None or holder is known
     if not FIRST_USER_CODE <= spec.code <= LAST_USER_CODE or not is_free:
-        raise ValueError(
+        raise ConfigError(
             f"code of codec {spec.name!r} must be in {FIRST_USER_CODE}..{LAST_USER_CODE} and not "
             f"in use; got {spec.code}. Choose another, the same on every rank."
         )
@@ -214,6 +214,15 @@ def payload_bytes(spec: CodecSpec, shape: Sequence[int], itemsize: int) -> int:
     """
     if spec.kind == "custom":
         assert spec.size is not None  # add_codec_spec looks
-        return spec.size(tuple(shape), itemsize)
+        try:
+            size = spec.size(tuple(shape), itemsize)
+        except Exception as error:  # a user's function may raise anything
+            size = f"{type(error).__name__}: {error}"
+        if type(size) is not int or size < 0:
+            raise ConfigError(
+                f"size function of codec {spec.name!r} must return a number of bytes from 0 up; "
+                f"got {size} for shape {tuple(shape)}. Correct it."
+            )
+        return size
     bits = 8 * itemsize if spec.kind == "raw" else spec.bits
     return num_scales(spec, shape) * SCALE_BYTES + code_bytes(math.prod(shape), bits)

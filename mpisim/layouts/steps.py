@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
+from mpisim.errors import ConfigError
 from mpisim.layouts.chunks import chunk_bounds
 
 NO_PEER = -1
@@ -217,16 +218,16 @@ def register_all_reduce(name: str, rows: RowsFunction) -> None:
 
     Raises
     ------
-    ValueError
+    ConfigError
         The name is built in, or something is not as said here.
     """
     if not isinstance(name, str) or not name.strip() or name in (*ALGORITHMS, "direct"):
-        raise ValueError(
+        raise ConfigError(
             f"name of an all-reduce must be a word of its own; got {name!r}. Choose one that is "
             f"none of {', '.join(ALGORITHMS)}."
         )
     if not callable(rows):
-        raise ValueError(f"rows of {name} must be a function; got {rows!r}. Give one of (count, "
+        raise ConfigError(f"rows of {name} must be a function; got {rows!r}. Give one of (count, "
                          f"size, index).")  # fmt: skip
     _REGISTERED[name] = rows
     all_reduce_table.cache_clear()

@@ -184,6 +184,8 @@ def register_activation(name: str, make: Callable[[], Layer]) -> None:
             f"name of an activation must be a word of its own; got {name!r}. Choose one that is "
             f"not built in."
         )
+    if not callable(make):
+        raise ConfigError(f"maker of {name!r} must be a function; got {make!r}. Give one.")
     ACTIVATIONS[name] = make
 
 

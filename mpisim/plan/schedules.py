@@ -174,7 +174,7 @@ SCHEDULES: dict[str, Schedule] = {
 """Name -> schedule: the built-in ones, and those that were registered. accumulate is naive on one
 stage."""
 
-_BUILT_IN = frozenset(SCHEDULES)
+BUILT_IN = frozenset(SCHEDULES)
 
 
 def register_schedule(
@@ -222,7 +222,7 @@ def register_schedule(
             f"name of a schedule must be a word; got {name!r}. Give one, as it will stand in the "
             f"config."
         )
-    if name in _BUILT_IN:
+    if name in BUILT_IN:
         raise ConfigError(
             f"name of a schedule must not be a built-in one; got {name!r}. Choose another name."
         )
@@ -299,7 +299,14 @@ def compute_list(
             f"chunks must be 1 for schedule {name}; got {num_chunks}. Set them to 1, or choose a "
             f"schedule that takes chunks ({takers})."
         )
-    ops = list(schedule.function(num_stages, coordinate, num_microbatches, num_chunks))
+    try:
+        ops = list(schedule.function(num_stages, coordinate, num_microbatches, num_chunks))
+    except Exception as error:  # a user's function may raise anything
+        raise PlanError(
+            f"schedule {name} must return a list of ops; got {type(error).__name__}: {error} for "
+            f"rank {coordinate} of {num_stages} with {num_microbatches} microbatches. Correct its "
+            f"function."
+        ) from error
     _check_list(coordinate, ops, num_microbatches, num_chunks)
     split = next((op for op in ops if isinstance(op, BackwardInputStage)), None)
     if split is not None and not schedule.splits_backward:

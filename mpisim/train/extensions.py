@@ -51,6 +51,8 @@ def register_model(name: str, build: ModelBuilder) -> None:
             f"name of a model must be a word of its own; got {name!r}. Choose one that is none of "
             f"{', '.join(_BUILT_IN_MODELS)}."
         )
+    if not callable(build):
+        raise ConfigError(f"builder of model {name!r} must be a function; got {build!r}. Give one.")
     MODELS[name] = build
 
 
@@ -91,10 +93,11 @@ def load_extensions(files: Iterable[str]) -> dict[str, str]:
             lines = [f.lineno for f in traceback.extract_tb(error.__traceback__)
                      if f.filename == str(path)]  # fmt: skip
             where = f" at line {lines[-1]}" if lines else ""
+            text = " ".join(str(error).split())
             if isinstance(error, ConfigError):
-                raise ConfigError(f"{error} (It is in {name}{where}.)") from None
+                raise ConfigError(f"{text} (It is in {name}{where}.)") from None
             raise ConfigError(
-                f"an extension must run without an error; got {type(error).__name__}: {error} in "
+                f"an extension must run without an error; got {type(error).__name__}: {text} in "
                 f"{name}{where}. Correct the file."
             ) from error
         _loaded[path] = digest

@@ -67,6 +67,8 @@ def train_rank(config: RunConfig, job: Job, *, overwrite: bool = False) -> None:
         During the run: see `mpisim.errors`.
     """
     setup = Setup(config, job.size)
+    # What a user's schedule gets wrong is refused before anything else.
+    setup.full_plan()
     transport = job.connect(
         timeout_s=config.comm.timeout_s, synchronous=config.comm.synchronous_sends
     )
@@ -82,6 +84,7 @@ def train_on(
     The parameters are those of the rank's stage, complete on the first rank of axis dp.
     """
     config = setup.config
+    setup.full_plan()
     require_fit(setup)
     # Before the first message, so that no rank waits in one while another compiles.
     setup.kernels()

@@ -20,7 +20,7 @@ from mpisim.engine.emulate import EmulatedBlock
 from mpisim.engine.loss_scale import LossScale
 from mpisim.engine.state import SCRATCH_BYTES, EngineState, num_optimizer_arrays
 from mpisim.engine.working import engine_working
-from mpisim.errors import ConfigError
+from mpisim.errors import ConfigError, PlanError
 from mpisim.layouts.specs import BlockSpec, Conditions
 from mpisim.memory.tracker import Tracker
 from mpisim.mesh import build_mesh
@@ -33,6 +33,7 @@ from mpisim.plan.build import Pipeline, Plan, build_eval_plan, build_train_plan
 from mpisim.plan.check import check_plan
 from mpisim.plan.forecast import Itemsizes, MemoryForecast, predict_memory
 from mpisim.plan.ops import SendGrad
+from mpisim.plan.schedules import BUILT_IN
 from mpisim.trace.recorder import Recorder
 from mpisim.train.extensions import MODELS, load_extensions, require_names
 from mpisim.train.pipeline import build_pipeline, with_bottlenecks
@@ -49,7 +50,18 @@ def build_model(config: RunConfig) -> Model:
     require_names(config)
     data, model = config.data, config.model
     if model.kind in MODELS:
-        return MODELS[model.kind](config)
+        try:
+            built = MODELS[model.kind](config)
+        except ConfigError:
+            raise
+        except Exception as error:  # a user's function may raise anything
+            built = f"{type(error).__name__}: {error}"
+        if not isinstance(built, Model):
+            raise ConfigError(
+                f"the builder of model.kind = {model.kind!r} must return a Model; got {built}. "
+                f"Correct it."
+            )
+        return built
     if model.kind == "decoder":
         max_len = model.max_len or data.window
         if data.window > max_len:
@@ -300,7 +312,22 @@ class Setup:
         return tuple(rows)
 
     def train_plan(self, num_rows: int) -> Plan:
-        """Return the checked plan of an update of `num_rows` rows, built once per shape."""
+        """Return the checked plan of an update of `num_rows` rows, built once per shape.
+
+        Raises
+        ------
+        ConfigError
+            A schedule of an extension makes a plan that breaks a rule.
+        """
+        try:
+            return self._train_plan(num_rows)
+        except PlanError as error:
+            name = self.config.parallel.schedule
+            if name in BUILT_IN:
+                raise
+            raise ConfigError(f"parallel.schedule = {name!r}: {error}") from error
+
+    def _train_plan(self, num_rows: int) -> Plan:
         key = ("train", num_rows)
         if key not in self._plans:
             config = self.config
