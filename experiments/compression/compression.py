@@ -27,9 +27,11 @@ from variants import (
     write,
 )
 
+from mpisim.comm.codecs import roundtrip
 from mpisim.cost.price import price_rank
 from mpisim.data.load import load_data
 from mpisim.data.sampler import spread_indices
+from mpisim.layouts.codecs import codec_spec
 from mpisim.nn.bottleneck import LayerNorm
 from mpisim.nn.layers import LayerContext
 from mpisim.train.setup import Setup
@@ -50,6 +52,8 @@ AGAIN = (
 )  # fmt: skip
 """A few more steps from trained weights."""
 STARTS = {"pca": "principal components", "layernorm": "behind a layer norm", "random": "random"}
+NO_START = "none"
+"""In place of a start: no bottleneck, only the further steps."""
 KINDS = {
     "none": ("nothing compressed", BLACK),
     "half": ("fp16, bf16", GREY),
@@ -184,8 +188,6 @@ def sweep_row(scheme: Scheme, seed: int, run: Finished) -> Row:
 
 def start_row(model: str, start: str, seed: int, run: Finished) -> Row:
     """Return what became of a trained model that was given bottlenecks."""
-    passes = run.summary["passes"]
-    top1 = {entry["pass"]: entry["heldout_top1"] for entry in passes}
     return {
         "part": "starts",
         "model": model,
@@ -193,12 +195,64 @@ def start_row(model: str, start: str, seed: int, run: Finished) -> Row:
         "start": start,
         "seed": seed,
         "settings": run.variant.changes,
-        "passes": passes,
-        "kept_untrained": top1["calibrated"] / top1["base"],
-        "kept_trained": top1["trained"] / top1["base"],
+        "passes": run.summary["passes"],
+        "heldout": run.heldout,
         "losses": run.losses,
         **machine(run),
     }
+
+
+def with_shares(group: list[Row]) -> list[Row]:
+    """Add the shares of the base's top-1 that are kept; `group` starts with the one without."""
+    base = next(p["heldout_top1"] for p in group[1]["passes"] if p["pass"] == "base")
+    for row in group:
+        untrained = [p["heldout_top1"] for p in row["passes"] if p["pass"] == "calibrated"]
+        row["base_top1"] = base
+        row["kept_untrained"] = (untrained or [base])[0] / base
+        row["kept_trained"] = row["heldout"]["heldout_top1"] / base
+    return group
+
+
+def zero_rows(seed: int, run: Finished) -> list[Row]:
+    """Return which share of what crosses a boundary int4 makes 0, one scale a tensor or a token.
+
+    Of the first micro-batch of training rows, computed here by one process from trained weights.
+    """
+    config = config_of(NAME, run.variant.changes)
+    setup = Setup(config, run.variant.ranks)
+    params, _ = load_run_weights(run.path, setup.model.param_specs())
+    rows = config.train.global_batch // config.train.num_microbatches
+    batch = load_data(config).train_batch(np.arange(rows))
+    ends = {stage[-1] for stage in setup.full_plan().stages[:-1]}
+    crossing: dict[tuple[str, str], np.ndarray] = {}
+    kept, y = [], batch.x
+    for block, values in zip(setup.model.blocks, setup.model.split_params(params), strict=True):
+        targets = batch.targets if block is setup.model.blocks[-1] else None
+        context = LayerContext(starts=batch.starts, targets=targets)
+        y, saved = block.forward(values, y, context)
+        kept.append((block, values, saved, context))
+        if block.name in ends:
+            crossing[block.name, "activation"] = y
+    dy = 1.0 / batch.num_targets
+    for block, values, saved, context in reversed(kept):
+        if block.name in ends:
+            crossing[block.name, "gradient"] = dy
+        dy, _ = block.backward(values, saved, dy, context)
+
+    def zeros(x: np.ndarray, codec: str) -> float:
+        return float(np.mean(roundtrip(codec_spec(codec), x) == 0))
+
+    return [
+        {
+            "part": "zeros",
+            "seed": seed,
+            "after": after,
+            "kind": kind,
+            "tensor": zeros(x, "int4"),
+            "token": zeros(x, "int4-token"),
+        }
+        for (after, kind), x in crossing.items()
+    ]
 
 
 def norm_rows(model: str, seed: int, run: Finished) -> list[Row]:
@@ -281,21 +335,24 @@ def train_all() -> list[Row]:
     cases += [("decoder", 32, 4, SEEDS[0], decoders[SEEDS[0]].path, ())]
     cases += [("mlp", 48, STAGES, seed, mlps[seed].path, MLP) for seed in SEEDS]
     for model, width, stages, seed, source, settings in cases:
-        started = run_variants(NAME, [
-            Variant(
-                f"{model}-{stages}stages-{start}-seed{seed}",
-                f"{model} on {stages} stages, half width, 8 bits, start {start}, seed {seed}",
-                (
-                    *settings, *AGAIN, f"run.seed={seed}", f"run.init_from={source}",
-                    f"parallel.pp={stages}", f"compression.bottleneck={width}",
-                    "compression.activations=int8", f"compression.start={start}",
-                ),
-                stages,
-            )
-            for start in STARTS
-        ])  # fmt: skip
-        rows += [start_row(model, start, seed, run)
-                 for start, run in zip(STARTS, started, strict=True)]  # fmt: skip
+        group = []
+        for start in (NO_START, *STARTS):
+            changes = (
+                *settings, *AGAIN, f"run.seed={seed}", f"run.init_from={source}",
+                f"parallel.pp={stages}",
+            )  # fmt: skip
+            if start != NO_START:
+                changes += (
+                    f"compression.bottleneck={width}", "compression.activations=int8",
+                    f"compression.start={start}",
+                )  # fmt: skip
+            name = f"{model}-{stages}stages-{start}-seed{seed}"
+            label = f"{model} on {stages} stages, half width, 8 bits, start {start}, seed {seed}"
+            (run,) = run_variants(NAME, [Variant(name, label, changes, stages)])
+            group.append(start_row(model, start, seed, run))
+        rows += with_shares(group)
+    for seed in SEEDS:
+        rows += zero_rows(seed, decoders[seed])
     for model, found in (("decoder", decoders), ("mlp", mlps)):
         for seed in SEEDS:
             rows += norm_rows(model, seed, found[seed])
@@ -324,7 +381,7 @@ def means(rows: Iterable[Row]) -> list[Row]:
 
 
 def text_of(rows: list[Row]) -> str:
-    """Return both tables."""
+    """Return all tables."""
     sweep = table(
         means(rows),
         {
@@ -338,22 +395,27 @@ def text_of(rows: list[Row]) -> str:
         },
     )
 
-    def top1(name: str):
-        return lambda r: next(
-            f"{p['heldout_top1']:.1%}" for p in r["passes"] if p["pass"] == name
-        )  # fmt: skip
-
+    zeros = table(
+        [row for row in rows if row["part"] == "zeros"],
+        {
+            "seed": lambda r: str(r["seed"]),
+            "boundary after": lambda r: r["after"],
+            "what": lambda r: r["kind"],
+            "zeros in int4": lambda r: f"{r['tensor']:.0%}",
+            "in int4-token": lambda r: f"{r['token']:.0%}",
+        },
+    )
     starts = table(
         [row for row in rows if row["part"] == "starts"],
         {
             "model": lambda r: r["model"],
             "stages": lambda r: str(r["stages"]),
             "seed": lambda r: str(r["seed"]),
-            "start": lambda r: STARTS[r["start"]],
-            "base": top1("base"),
-            "untrained": top1("calibrated"),
+            "start": lambda r: STARTS.get(r["start"], "no bottleneck"),
+            "base": lambda r: f"{r['base_top1']:.1%}",
+            "untrained": lambda r: f"{r['kept_untrained'] * r['base_top1']:.1%}",
             "kept": lambda r: f"{r['kept_untrained']:.1%}",
-            "after 20 steps": top1("trained"),
+            "after 20 steps": lambda r: f"{r['kept_trained'] * r['base_top1']:.1%}",
             "kept then": lambda r: f"{r['kept_trained']:.1%}",
         },
     )
@@ -371,7 +433,7 @@ def text_of(rows: list[Row]) -> str:
             "and scaled back": lambda r: f"{r['top1'][2]:.1%}",
         },
     )
-    return f"{sweep}\n\n{starts}\n\n{norms}"
+    return f"{sweep}\n\n{zeros}\n\n{starts}\n\n{norms}"
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpisim.errors import DeadlockError, PlanError
+from mpisim.mesh import AXES
 from mpisim.plan.build import Plan
 from mpisim.plan.check_pipeline import (
     PIPELINE_RULES,
@@ -53,6 +54,9 @@ from mpisim.plan.walk import (
     require_params,
 )
 
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+"""Dtypes of what a plan moves over axes dp and pp."""
+
 _SUMS = {"train": ("target_count", "loss", "non_finite"), "eval": ("eval",)}
 """Kinds of `ReduceScalars` that a plan of each kind has, once each."""
 
@@ -74,6 +78,7 @@ def check_plan(plan: Plan) -> None:
     DeadlockError
         The ranks would wait for each other for ever.
     """
+    _check_head(plan)
     for what, number in (("ops", len(plan.ranks)), ("rows", len(plan.rows))):
         if number != plan.mesh.size:
             raise PlanError(
@@ -115,6 +120,32 @@ def check_plan(plan: Plan) -> None:
     messages.require_drained(plan)
     for state in states:
         _check_end(state)
+
+
+def _check_head(plan: Plan) -> None:
+    """Require what no op could make up for; a plan may come from a file."""
+
+    def refuse(rule: str, got: object) -> None:
+        raise PlanError(f"{rule}; got {got}. Build the plan with plan.build.")
+
+    degrees = {axis: plan.mesh.degree(axis) for axis in AXES}
+    if min(degrees.values()) < 1:
+        refuse("degrees of the mesh must be at least 1", degrees)
+    for what, dtype in (("dtype", plan.dtype), ("params", plan.param_dtype)):
+        if dtype not in DTYPES:
+            refuse(f"{what} of a plan must be one of {', '.join(DTYPES)}", dtype)
+    if any(count < 0 for counts in plan.rows for count in counts):
+        refuse("rows must be 0 or more", plan.rows)
+    for bucket in plan.buckets:
+        if not 0 <= bucket.coordinate < plan.mesh.pp:
+            refuse(f"a bucket must lie on one of the {plan.mesh.pp} places of axis pp",
+                   bucket.coordinate)  # fmt: skip
+        if bucket.twin == -1:
+            continue
+        twin = plan.buckets[bucket.twin] if 0 <= bucket.twin < len(plan.buckets) else None
+        if twin is None or twin.twin != bucket.index or twin.params != bucket.params:
+            refuse("twins must name each other, with the same parameters",
+                   f"bucket {bucket.index} with twin {bucket.twin}")  # fmt: skip
 
 
 def _check_stages(plan: Plan) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpisim.errors import PlanError
+from mpisim.layouts.codecs import codec_names
 from mpisim.plan.build import Plan
 from mpisim.plan.ops import (
     Backward,
@@ -148,7 +149,18 @@ def _ends(state: RankState, boundary: int) -> tuple[str, str]:
     return stages[boundary][-1], stages[boundary + 1][0]
 
 
+def _check_frame(state: RankState, op: Send | Recv) -> None:
+    """Require a codec that is known and the rows of the microbatch."""
+    require(state, op.codec in codec_names(), f"a codec must be one of {', '.join(codec_names())}")
+    micros = state.num_micros
+    require(state, 0 <= op.micro < micros, f"a microbatch must be one of the rank's {micros}")
+    rows = state.plan.rows[state.rank][op.micro]
+    right = op.shape[:1] == (rows,)
+    require(state, right, f"a frame of microbatch {op.micro} must have its {rows} rows")
+
+
 def _post(state: RankState, op: Send) -> None:
+    _check_frame(state, op)
     state.frames.setdefault((op.boundary, _kind(op)), []).append(op.micro)
     state.messages.outgoing(state, op).sent.append((state.position, op))
 
@@ -187,6 +199,7 @@ def _take(state: RankState, op: Recv) -> None:
             f"{op.peer} for {op_text(op)} on rank {state.rank}:\n{place}\nSend and receive in the "
             f"same order."
         )
+    _check_frame(state, op)
 
 
 def _recv_activation(state: RankState, op: RecvActivation) -> None:

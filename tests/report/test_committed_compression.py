@@ -145,13 +145,28 @@ def test_the_calibrated_bottleneck_keeps_its_share_untrained(rows, readme):
             assert row["kept_untrained"] < row["kept_trained"] <= pca["kept_trained"]
             # One trained model in front of all three.
             assert row["passes"][0] == pca["passes"][0]
+        (control,) = starts(rows, model=model, stages=stages, seed=seed, start="none")
+        assert control["passes"] == [] and control["kept_trained"] >= pca["kept_trained"]
         for row in starts(rows, model=model, stages=stages, seed=seed):
+            assert f"| {row['kept_trained']:.1%} |" in readme
+            assert row["kept_trained"] == row["heldout"]["heldout_top1"] / base
+            if row is control:
+                continue
             passes = {p["pass"]: p["heldout_top1"] for p in row["passes"]}
             assert list(passes) == ["base", "calibrated", "trained"]
             assert row["kept_untrained"] == passes["calibrated"] / base
+            assert row["kept_trained"] == passes["trained"] / base
             assert f"| {row['kept_untrained']:.1%} |" in readme
-            assert f"| {row['kept_trained']:.1%} |" in readme
-    assert len(starts(rows)) == 3 * len(cases)
+    assert len(starts(rows)) == 4 * len(cases)
+
+
+def test_one_scale_a_tensor_makes_most_gradients_zero(rows):
+    found = [row for row in rows if row["part"] == "zeros"]
+    assert len(found) == 2 * 2 * len(SEEDS)
+    for row in found:
+        assert row["token"] < 0.17
+        if row["kind"] == "gradient":
+            assert row["tensor"] > 0.4 and row["tensor"] > 2.5 * row["token"]
 
 
 def test_a_norm_takes_the_decoders_scale_away(rows):
