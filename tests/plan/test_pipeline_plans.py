@@ -13,6 +13,7 @@ import pytest
 from small_plans import edited, moved, pipeline_plan, refused, removed, replaced
 
 from mpisim.errors import DeadlockError, PlanError
+from mpisim.mesh import Mesh
 from mpisim.plan.check import check_plan
 from mpisim.plan.check_pipeline import in_flight
 from mpisim.plan.ops import (
@@ -948,3 +949,44 @@ def test_an_exchange_before_the_other_stage_has_its_gradients_is_a_circle():
         f"  rank 0 in {op_text(recv_grad(2))} waits for rank 1",
         f"  rank 1 in {op_text(op)} waits for rank 0",
     ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "rule"),
+    [
+        ({"mesh": Mesh(dp=1, pp=0)}, "degrees of the mesh must be at least 1"),
+        ({"mesh": Mesh(dp=-1, pp=-2)}, "degrees of the mesh must be at least 1"),
+        ({"dtype": "nothing"}, "dtype of a plan must be one of float64"),
+        ({"param_dtype": "floatx"}, "params of a plan must be one of float64"),
+        ({"rows": ((-4, -4), (-4, -4))}, "rows must be 0 or more"),
+    ],
+)
+def test_a_head_that_makes_no_sense_is_refused(changed, rule):
+    plan = pipeline_plan(2, 2, "1f1b", num_blocks=2)
+    with pytest.raises(PlanError, match=rule):
+        check_plan(replace(plan, **changed))
+
+
+@pytest.mark.parametrize("twin", [99, 0, -7])
+def test_a_bucket_whose_twin_is_none_is_refused(twin):
+    plan = pipeline_plan(2, 2, "1f1b", num_blocks=2)
+    number = next(bucket.index for bucket in plan.buckets if bucket.twin >= 0)
+    buckets = list(plan.buckets)
+    buckets[number] = replace(buckets[number], twin=twin)
+    with pytest.raises(PlanError, match="twins must name each other"):
+        check_plan(replace(plan, buckets=tuple(buckets)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [("codec", "nosuch", "a codec must be one of none"), ("shape", (99, 1, 1), "have its 2 rows")],
+)
+def test_a_frame_that_is_wrong_on_both_ends_is_refused(field, value, rule):
+    plan = pipeline_plan(2, 2, "1f1b", num_blocks=2)
+    kinds = (SendActivation, RecvActivation)
+    lists = [
+        [replace(op, **{field: value}) if isinstance(op, kinds) else op for op in ops]
+        for ops in plan.ranks
+    ]
+    with pytest.raises(PlanError, match=rule):
+        check_plan(replace(plan, ranks=tuple(map(tuple, lists))))
