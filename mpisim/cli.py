@@ -495,6 +495,9 @@ def compare(first: Path, second: Path, as_json: bool) -> None:
     help="Choose among the K most probable bytes; 0: all.",
 )
 @click.option(
+    "--extensions", is_flag=True, help="Run the files of run.extensions; only if you trust them."
+)
+@click.option(
     "--seed",
     type=click.IntRange(min=0),
     default=0,
@@ -502,7 +505,9 @@ def compare(first: Path, second: Path, as_json: bool) -> None:
     metavar="N",
     help="Same seed, same text.",
 )
-def sample(run: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> None:
+def sample(
+    run: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int, extensions: bool
+) -> None:
     """Write text with the trained weights of RUN, until the model ends its document.
 
     Of a prompt that is longer than the model's context only the tail is seen.
@@ -514,7 +519,9 @@ def sample(run: Path, prompt: str, tokens: int, temperature: float, top_k: int, 
     from mpisim.train.sample import readable
     from mpisim.train.sample import sample as write
 
-    text = write(run, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)
+    text = write(
+        run, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed, extensions=extensions
+    )
     # Whatever the terminal's encoding lacks must not end in a traceback.
     shown = readable(prompt.encode("utf-8", "surrogateescape") + text)
     click.echo(shown.encode(sys.stdout.encoding or "utf-8", "replace"))

@@ -20,9 +20,8 @@ from mpisim.comm.communicator import Traffic
 from mpisim.comm.programs import Program
 from mpisim.comm.transport import MAX_CHANNEL, Message, Transport, length_error
 from mpisim.errors import ConfigError
+from mpisim.layouts.frames import KINDS
 from mpisim.trace.recorder import Recorder
-
-KINDS = ("activation", "grad")
 
 FIRST_CHANNEL = 16
 """Channel of the activations of boundary 0; those below are for groups and control."""

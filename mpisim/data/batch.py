@@ -18,6 +18,15 @@ IGNORED = -1
 """Target of a position that predicts nothing: padding, or the last token of a document."""
 
 
+def token_positions(batch: Batch) -> np.ndarray:
+    """Return a mask of shape (B, T): True up to the last position of a row that predicts something.
+
+    What lies behind is padding. (A position before it without a target ends a document.)
+    """
+    predicts = batch.targets != IGNORED
+    return np.logical_or.accumulate(predicts[:, ::-1], axis=1)[:, ::-1]
+
+
 class Batch(NamedTuple):
     """Rows of one microbatch; arrays that the caller owns."""
 

@@ -250,7 +250,7 @@ def send_grad(state: EngineState, op: SendGrad) -> None:
 def _send(state: EngineState, op: SendActivation | SendGrad, kind: str, x: np.ndarray) -> None:
     step, ledger = state.step, state.ledger
     if kind == "activation" and state.observe_boundary is not None:
-        state.observe_boundary(op.boundary, x)
+        state.observe_boundary(op.boundary, op.micro, x)
     head = _head(state, op, kind)
     residual = state.residuals.get(op.boundary) if kind == "grad" else None
     # A step of other sizes is sent as it is, and what was lost before waits for the next one.
@@ -267,7 +267,7 @@ def recv_activation(state: EngineState, op: RecvActivation) -> None:
     """Block until the output of the stage before is here, and decode it."""
     x = _receive(state, op, "activation")
     if state.observe_boundary is not None:
-        state.observe_boundary(op.boundary, x)
+        state.observe_boundary(op.boundary, op.micro, x)
     state.step.flow[state.stages[op.boundary + 1][0], op.micro] = x
 
 

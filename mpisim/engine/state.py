@@ -256,8 +256,9 @@ class EngineState:
         out, before clipping."""
         self.observe_draws: Callable[[int, int], None] | None = None
         """Called with start and end of every range of dropout words that is drawn."""
-        self.observe_boundary: Callable[[int, np.ndarray], None] | None = None
-        """Called with boundary and tensor of every activation that is sent or received."""
+        self.observe_boundary: Callable[[int, int, np.ndarray], None] | None = None
+        """Called with boundary, microbatch and tensor of every activation that is sent or
+        received."""
         self.observe_op: Callable[[Op], None] | None = None
         """Called after every op of a step; tests plant faults here."""
 

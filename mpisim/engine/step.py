@@ -123,11 +123,13 @@ class Engine:
         recorder = state.recorder
         ops = plan.ranks[state.rank]
         number = self._register(plan)
-        if not state.dp.idle:
+        unfinished = [each.axis for each in state.communicators if not each.idle]
+        if unfinished:
             # Their messages would be taken for those of this step.
             raise CommError(
                 f"collectives of a step that failed must be finished before the next one; got some "
-                f"of axis dp unfinished at the start of step {current.step}. End the job."
+                f"of axis {unfinished[0]} unfinished at the start of step {current.step}. End the "
+                f"job."
             )
         state.enter(plan, current)
         recorder.step = current.step

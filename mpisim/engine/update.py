@@ -77,6 +77,15 @@ def clear_residuals(state: EngineState) -> None:
         residual.reshape(-1).view(np.uint8).fill(0)
 
 
+def _rescale_residuals(state: EngineState, factor: float) -> None:
+    """Take what gradients have lost into the units of a new loss scale."""
+    for residual in state.residuals.values():
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.multiply(residual, np.array(factor, residual.dtype), out=residual)
+        # Beyond the dtype's range nothing is worth keeping.
+        residual[~np.isfinite(residual)] = 0
+
+
 def fingerprint(state: EngineState) -> dict[str, int]:
     """Return a number per parameter that changes if any one of its values does.
 
@@ -198,8 +207,7 @@ def finish_update(state: EngineState) -> None:
         state.committed += 1
         state.loss_scale.commit()
         if state.loss_scale.value != step.loss_scale:
-            # What was lost is in units of the old scale; the next gradients come in the new one.
-            clear_residuals(state)
+            _rescale_residuals(state, state.loss_scale.value / step.loss_scale)
     clear_gradients(state)
 
 
@@ -351,7 +359,8 @@ def _may_overflow(state: EngineState) -> bool:
     if state.policy.compute == "float16" and not risky:
         # AdamW moves a weight by a few rates at most, momentum by the sum of many gradients.
         stride = 100.0 if settings.kind == "adamw" else step.grad_norm / (1.0 - settings.momentum)
-        reach = max(_largest(store.master, state.update_scratch) for store in state.stores)
+        largest = [_largest(store.master, state.update_scratch) for store in state.stores]
+        reach = max(largest, default=0.0)
         risky = reach + step.lr * stride > FLOAT16_MAX / 2
     return bool(risky)
 

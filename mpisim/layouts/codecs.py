@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 from mpisim.errors import ConfigError
@@ -216,9 +217,11 @@ def payload_bytes(spec: CodecSpec, shape: Sequence[int], itemsize: int) -> int:
         assert spec.size is not None  # add_codec_spec looks
         try:
             size = spec.size(tuple(shape), itemsize)
-        except Exception as error:  # a user's function may raise anything
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
             size = f"{type(error).__name__}: {error}"
-        if type(size) is not int or size < 0:
+        if isinstance(size, Integral) and not isinstance(size, bool):
+            size = int(size)
+        if type(size) is not int or not 0 <= size < 1 << 40:
             raise ConfigError(
                 f"size function of codec {spec.name!r} must return a number of bytes from 0 up; "
                 f"got {size} for shape {tuple(shape)}. Correct it."

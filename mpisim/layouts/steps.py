@@ -17,6 +17,7 @@ from functools import cached_property, lru_cache
 
 from mpisim.errors import ConfigError
 from mpisim.layouts.chunks import chunk_bounds
+from mpisim.layouts.proofs import prove_all_reduce
 
 NO_PEER = -1
 
@@ -213,8 +214,9 @@ def register_all_reduce(name: str, rows: RowsFunction) -> None:
     name : str
         Not a built-in one. One that was registered before means this one from now on.
     rows : callable
-        See `RowsFunction`; called for groups of two ranks or more. The executor runs the rows as
-        they are, so are bytes and messages predicted from them.
+        See `RowsFunction`; called for groups of two ranks or more. Proven before a message is sent
+        (`layouts.proofs`); the executor runs them as they are, and bytes and messages are predicted
+        from them.
 
     Raises
     ------
@@ -231,6 +233,27 @@ def register_all_reduce(name: str, rows: RowsFunction) -> None:
                          f"size, index).")  # fmt: skip
     _REGISTERED[name] = rows
     all_reduce_table.cache_clear()
+    _registered_rows.cache_clear()
+
+
+@lru_cache(maxsize=512)
+def _registered_rows(name: str, count: int, size: int) -> tuple[tuple[Transfer, ...], ...]:
+    """Return the proven rows of all ranks."""
+    try:
+        ranks = tuple(tuple(_REGISTERED[name](count, size, index)) for index in range(size))
+        known = all(isinstance(row, Transfer) for rows in ranks for row in rows)
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
+        raise ConfigError(
+            f"rows of all-reduce {name!r} must be a list of Transfer for each rank; got "
+            f"{type(error).__name__}: {error} with {count} elements on {size} ranks. Correct it."
+        ) from error
+    if not known:
+        raise ConfigError(
+            f"rows of all-reduce {name!r} must be a list of Transfer for each rank; got other "
+            f"things with {count} elements on {size} ranks. Correct it."
+        )
+    prove_all_reduce(name, count, ranks)
+    return ranks
 
 
 def algorithm_names() -> tuple[str, ...]:
@@ -273,7 +296,7 @@ def all_reduce_table(count: int, size: int, itemsize: int, algorithm: str = "aut
         if size == 1:
             return ()
         if chosen in _REGISTERED:
-            return tuple(_REGISTERED[chosen](count, size, index))
+            return _registered_rows(chosen, count, size)[index]
         if chosen == "recursive_doubling":
             return _recursive_doubling_rows(count, size, index)
         if chosen == "halving_doubling":

@@ -205,6 +205,13 @@ def decode_name(boundary: int) -> str:
     return f"boundary{boundary}.decode"
 
 
+def is_bottleneck(param: str) -> bool:
+    """Tell whether a parameter, by its full name, is one of a bottleneck."""
+    block = param.partition(".map.")[0]
+    number = block.removeprefix("boundary").partition(".")[0]
+    return number.isdigit() and block in (encode_name(int(number)), decode_name(int(number)))
+
+
 def insert_bottlenecks(
     model: Model, after_blocks: Mapping[int, str], width: int, kind: BottleneckKind = "calibrated"
 ) -> Model:

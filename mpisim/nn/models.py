@@ -241,6 +241,7 @@ def build_mlp(
     """
     _require_one_of("input_kind", input_kind, ("tokens", "features"))
     _require_one_of("activation", activation, tuple(ACTIVATIONS))
+    nonlinearity = _make_activation(activation)
     output_kind, num_outputs = output
     _require_one_of("output", output_kind, ("classes", "targets"))
     sizes = {"output": num_outputs}
@@ -262,9 +263,7 @@ def build_mlp(
     for index, size in enumerate(hidden):
         # The first layer over features has an input without a gradient: a third of its work less.
         linear = Linear(width, size, hidden_init, input_grad=bool(blocks))
-        blocks.append(
-            Block(f"block{index}", (("linear", linear), ("activation", ACTIVATIONS[activation]())))
-        )
+        blocks.append(Block(f"block{index}", (("linear", linear), ("activation", nonlinearity))))
         width = size
     loss = SoftmaxCrossEntropy(num_outputs) if output_kind == "classes" else MeanSquaredError()
     head = Linear(width, num_outputs, "xavier", input_grad=bool(blocks))
@@ -274,6 +273,20 @@ def build_mlp(
         input_kind=input_kind,
         input_width=window if input_kind == "tokens" else num_features,
     )
+
+
+def _make_activation(name: str) -> Layer:
+    try:
+        layer = ACTIVATIONS[name]()
+        problem = "" if callable(getattr(layer, "backward_input", None)) else repr(layer)
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
+        raise ConfigError(
+            f"activation {name!r} must be made by a function without arguments that returns a "
+            f"layer; got {problem}. Correct it."
+        )
+    return layer
 
 
 def _require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

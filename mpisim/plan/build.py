@@ -101,7 +101,8 @@ class Pipeline:
     stages: tuple[tuple[str, ...], ...] = ()
     """See `Plan.stages`."""
     schedule: str = "1f1b"
-    """One of `schedules.SCHEDULES`; with one stage it is plain accumulation."""
+    """One of `schedules.SCHEDULES`; with one stage naive and 1f1b are plain accumulation, while
+    gpipe and zb-h1 keep more microbatches alive."""
     activation_codec: str = "none"
     grad_codec: str = "none"
     """Codecs of what crosses a boundary: see `layouts.codecs`."""

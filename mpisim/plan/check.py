@@ -450,7 +450,6 @@ def _execute(state: RankState) -> None:
 
 
 def _check_end(state: RankState) -> None:
-    place = draw_place(state.plan, {state.rank: len(state.plan.ranks[state.rank]) - 1})
     left = {
         "loaded microbatches": state.loaded,
         "block outputs": state.outputs,
@@ -466,12 +465,12 @@ def _check_end(state: RankState) -> None:
     if found:
         raise PlanError(
             f"a plan must leave nothing behind; got {' and '.join(found)} on rank {state.rank}:\n"
-            f"{place}\nAdd the ops that use or free them."
+            f"{_last_place(state)}\nAdd the ops that use or free them."
         )
     if state.plan.kind == "train" and not state.stepped:
         raise PlanError(
             f"a training plan must update the parameters; got no OptimizerStep on rank "
-            f"{state.rank}:\n{place}\nAdd one after the last WaitSync."
+            f"{state.rank}:\n{_last_place(state)}\nAdd one after the last WaitSync."
         )
     plan = state.plan
     if plan.kind == "train" and plan.zero in (1, 2):
@@ -479,11 +478,18 @@ def _check_end(state: RankState) -> None:
         if stale:
             raise PlanError(
                 f"a plan must gather what the update has changed; got no GatherParams of buckets "
-                f"{stale} on rank {state.rank}:\n{place}\nAdd them after OptimizerStep."
+                f"{stale} on rank {state.rank}:\n{_last_place(state)}\nAdd them after "
+                f"OptimizerStep."
             )
     missing = [kind for kind in _sums(plan) if kind not in state.sums]
     if missing:
         raise PlanError(
             f"a plan must sum {' and '.join(_sums(plan))} over all ranks; got none of "
-            f"{' and '.join(missing)} on rank {state.rank}:\n{place}\nAdd ReduceScalars."
+            f"{' and '.join(missing)} on rank {state.rank}:\n{_last_place(state)}\nAdd "
+            f"ReduceScalars."
         )
+
+
+def _last_place(state: RankState) -> str:
+    """Draw the end of a rank's ops."""
+    return draw_place(state.plan, {state.rank: len(state.plan.ranks[state.rank]) - 1})

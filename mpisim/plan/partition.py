@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from mpisim.errors import ConfigError
 from mpisim.layouts.chunks import chunk_bounds
 from mpisim.layouts.specs import BlockSpec, ParamSpec
 from mpisim.mesh import Mesh
@@ -152,8 +153,11 @@ def make_stage_buckets(
     for name, first in twins.items():
         readers = [reader for reader in shared[name] if coordinates[reader] != homes[name]]
         away = {coordinates[reader] for reader in readers}
-        # Sums between the ends are made by pairs.
-        assert len(away) == 1, f"{name} must be borrowed by one other stage; got {sorted(away)}"
+        if len(away) != 1:
+            raise ConfigError(
+                f"{name} must be borrowed by blocks of one other place on axis pp, because its "
+                f"gradient is added up by pairs; got places {sorted(away)}. Set parallel.split."
+            )
         adding = tuple(reversed(readers))
         copy = Bucket(len(buckets), adding, buckets[first].params, away.pop(), first)
         buckets[first] = replace(buckets[first], twin=copy.index)

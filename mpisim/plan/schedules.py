@@ -301,7 +301,7 @@ def compute_list(
         )
     try:
         ops = list(schedule.function(num_stages, coordinate, num_microbatches, num_chunks))
-    except Exception as error:  # a user's function may raise anything
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
         raise PlanError(
             f"schedule {name} must return a list of ops; got {type(error).__name__}: {error} for "
             f"rank {coordinate} of {num_stages} with {num_microbatches} microbatches. Correct its "
@@ -392,7 +392,7 @@ def _broken_rule(
         ("microbatch", op.micro, num_microbatches),
         ("chunk", op.chunk, num_chunks),
     ):
-        if not 0 <= number < end:
+        if type(number) is not int or not 0 <= number < end:
             return f"{what} of an op must be in 0..{end - 1}", "Name one of these."
     where = f"microbatch {op.micro}, chunk {op.chunk}"
     for part in _PARTS[type(op)]:

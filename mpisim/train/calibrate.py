@@ -14,6 +14,7 @@ import numpy as np
 
 from mpisim.comm.communicator import Communicator
 from mpisim.comm.transport import Transport
+from mpisim.data.batch import Batch, token_positions
 from mpisim.engine.state import EngineState
 from mpisim.errors import ConfigError
 from mpisim.nn.bottleneck import (
@@ -52,7 +53,7 @@ def start_bottlenecks(
     transport: Transport,
     setup: Setup,
     state: EngineState,
-    run_base: Callable[[], int],
+    run_base: Callable[[Callable[[int, Batch], None]], None],
 ) -> None:
     """Write the first values of all bottlenecks into the weights. All ranks call it.
 
@@ -63,8 +64,8 @@ def start_bottlenecks(
     state : EngineState
     run_base : callable
         Runs the model without compressors over training rows, at least as many tokens as the config
-        asks for (what crosses a boundary is shown to `EngineState.observe_boundary`), and returns
-        their number.
+        asks for: what crosses a boundary is shown to `EngineState.observe_boundary`, and every
+        microbatch of padded rows, before it runs, to the function that it is called with.
 
     Raises
     ------
@@ -94,7 +95,7 @@ def _measure(
     transport: Transport,
     setup: Setup,
     state: EngineState,
-    run_base: Callable[[], int],
+    run_base: Callable[[Callable[[int, Batch], None]], None],
     widths: dict[int, int],
 ) -> dict[int, ActivationStatistics]:
     """Return the statistics of what crosses each boundary, over all replicas."""
@@ -106,15 +107,23 @@ def _measure(
     norms = {boundary: LayerNorm(d_model) for boundary, d_model in widths.items()}
     normalises = setup.config.compression.start == "layernorm"
 
-    def observe(boundary: int, x: np.ndarray) -> None:
+    real: dict[int, np.ndarray] = {}
+    """Which positions of a microbatch hold a token, where rows are padded: what stands at the
+    others says nothing of activations."""
+
+    def note(micro: int, batch: Batch) -> None:
+        with aside():
+            real[micro] = token_positions(batch)
+
+    def observe(boundary: int, micro: int, x: np.ndarray) -> None:
         with aside():
             if normalises:
                 x = norms[boundary].forward({}, x, context)[0]
-            totals[boundary].add(x)
+            totals[boundary].add(x[real[micro]] if real else x)
 
     state.observe_boundary = observe
     try:
-        run_base()
+        run_base(note)
     finally:
         state.observe_boundary = None
     # A communicator of its own: what it moves belongs to no step.

@@ -11,7 +11,7 @@ import difflib
 import hashlib
 import runpy
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from mpisim.config.schema import RunConfig
@@ -56,13 +56,17 @@ def register_model(name: str, build: ModelBuilder) -> None:
     MODELS[name] = build
 
 
-def load_extensions(files: Iterable[str]) -> dict[str, str]:
+def load_extensions(
+    files: Iterable[str], recorded: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """Run the files that were not run before, as they are now.
 
     Parameters
     ----------
     files : iterable of str
         Paths, relative to the working directory.
+    recorded : mapping of str to str, optional
+        File -> sha256 that it must have, as a run's record says.
 
     Returns
     -------
@@ -72,18 +76,24 @@ def load_extensions(files: Iterable[str]) -> dict[str, str]:
     Raises
     ------
     ConfigError
-        A file cannot be read, or fails.
+        A file cannot be read, is not the recorded one, or fails.
     """
     found = {}
     for name in files:
         path = Path(name).absolute()
         try:
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(
-                f"run.extensions must be Python files that can be read; got {error.strerror} for "
-                f"{name}. Correct the path; it is relative to where the command is started."
+                f"run.extensions must be Python files that can be read; got "
+                f"{getattr(error, 'strerror', None) or error} for {name[:200]}. Correct the path; "
+                f"it is relative to where the command is started."
             ) from None
+        if recorded is not None and recorded.get(name) != digest:
+            raise ConfigError(
+                f"an extension must be the file that the run was trained with; got another sha256 "
+                f"for {name[:200]}. Bring back that version."
+            )
         found[name] = digest
         if _loaded.get(path) == digest:
             continue

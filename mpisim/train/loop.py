@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import time
@@ -28,6 +29,8 @@ from mpisim.launch import Job
 from mpisim.layouts.metrics import MEMORY_CATEGORIES, METRIC_NAMES
 from mpisim.memory.tracker import open_tracker, resident_bytes
 from mpisim.plan.build import Plan
+from mpisim.plan.schedules import BUILT_IN
+from mpisim.plan.text import plan_text
 from mpisim.trace.recorder import Recorder
 from mpisim.train.calibrate import start_bottlenecks
 from mpisim.train.clock import clock_offset_s, host_name
@@ -37,7 +40,7 @@ from mpisim.train.fit import DRAWING, require_fit, sizes_of
 from mpisim.train.record import run_record
 from mpisim.train.rundir import check_run_dir, create_run_dir, run_dir_of, write_json
 from mpisim.train.setup import Setup
-from mpisim.train.start import Start
+from mpisim.train.start import Start, require_same_start
 from mpisim.train.summary import (
     History,
     assert_replicas_equal,
@@ -113,6 +116,8 @@ def train_on(
             history = History(data.baselines() if transport.rank == 0 else {})
             with contextlib.closing(start):
                 state = setup.build_state(transport, recorder, data.nbytes, tracker, start.fill)
+            if start.digest:
+                require_same_start(transport, state)
             trainer = _Trainer(transport, setup, job, data, sampler, state, run_dir, history)
             trainer.resident_start_bytes = resident_start
             trainer.has_bottlenecks = start.has_bottlenecks
@@ -233,14 +238,21 @@ class _Trainer:
         if self.is_root:
             self.console.passed(result)
 
-    def _run_base(self) -> int:
-        """Run the model without compressors over the first training rows; returns their number."""
+    def _run_base(self, note: Callable[[int, Batch], None]) -> None:
+        """Run the model without compressors over the first training rows (`start_bottlenecks`)."""
         width = self.config.data.window if self.setup.model.has_token_targets else 1
         rows = -(-self.config.compression.calibration_tokens // width)
         rows = min(max(rows, self.setup.mesh.dp), self.data.num_train)
         plan = self.setup.eval_plan(rows, base=True)
-        self._run_forward(plan, rows, 0, np.arange, self.data.train_batch)
-        return rows * width
+        numbers = itertools.count()
+
+        def load(indices: np.ndarray) -> Batch:
+            batch = Batch(*self.data.train_batch(indices))
+            if self.config.model.kind == "decoder" and self.config.data.layout == "padded":
+                note(next(numbers), batch)
+            return batch
+
+        self._run_forward(plan, rows, 0, np.arange, load)
 
     def _predict_temps(self, plan: Plan) -> list[int]:
         return self.setup.forecast(plan, self.transport.rank, self.data.nbytes).op_temps
@@ -430,6 +442,7 @@ def _agree(
         "data": str(data.record().get("sha256", ""))[:16],
         "extensions": hashlib.sha256(json.dumps(setup.extensions).encode()).hexdigest()[:16],
         "weights to start from": start_digest[:16],
+        "plan": _plan_digest(setup),
         "parameter order": hashlib.sha256(json.dumps(order).encode()).hexdigest()[:16],
         "mpisim version": mpisim.__version__,
         "NumPy version": np.__version__,
@@ -466,3 +479,10 @@ def _agree(
     # On another host without a shared file system a rank keeps its trace in a folder of its own.
     (run_dir / "trace").mkdir(parents=True, exist_ok=True)
     return run_dir
+
+
+def _plan_digest(setup: Setup) -> str:
+    """Return a digest of the plan that a user's schedule makes: it may differ from rank to rank."""
+    if setup.config.parallel.schedule in BUILT_IN:
+        return ""
+    return hashlib.sha256(plan_text(setup.full_plan()).encode()).hexdigest()[:16]

@@ -67,9 +67,7 @@ def build_pipeline(
     return Pipeline(tuple(stages), parallel.schedule, *codecs.values())
 
 
-def with_bottlenecks(
-    config: RunConfig, model: Model, pipeline: Pipeline
-) -> tuple[Model, Pipeline]:
+def with_bottlenecks(config: RunConfig, model: Model, pipeline: Pipeline) -> tuple[Model, Pipeline]:
     """Return the model with a bottleneck at every boundary, and its stages.
 
     Raises

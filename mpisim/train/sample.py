@@ -44,6 +44,7 @@ def sample(
     top_k: int = 40,
     seed: int = 0,
     stop_at_eos: bool = True,
+    extensions: bool = False,
 ) -> bytes:
     """Continue a prompt with the model of a finished run.
 
@@ -63,6 +64,9 @@ def sample(
         Of the choices, >= 0: the same arguments give the same bytes.
     stop_at_eos : bool
         Stop where the model ends its document; otherwise it is not given that choice.
+    extensions : bool
+        Run the files of users that the run was trained with, if they are still the same: not by
+        themselves, because the run directory may come from somebody else.
 
     Returns
     -------
@@ -85,7 +89,7 @@ def sample(
     """
     _check_arguments(num_tokens, temperature, top_k, seed)
     path = Path(run_dir)
-    config = _read_config(path)
+    config = _read_config(path, extensions)
     try:
         ids = encode(prompt).tolist()
     except ValueError as error:
@@ -95,6 +99,7 @@ def sample(
             f"a run must be over text to be sampled; got data.kind = 'regression' in {path}. Name "
             f"a run over text or the standard library."
         )
+    _require_names(config, path)
     model = build_model(config)
     is_decoder = isinstance(model.loss_layer, LanguageHead)
     if is_decoder and model.loss_layer.vocab_size <= EOS:
@@ -244,12 +249,29 @@ def _check_arguments(num_tokens: int, temperature: float, top_k: int, seed: int)
         )
 
 
-def _read_config(path: Path) -> RunConfig:
+def _require_names(config: RunConfig, path: Path) -> None:
+    """Refuse a model that only files of users know, unless they were run."""
+    try:
+        require_names(config)
+    except ConfigError as error:
+        files = ", ".join(config.run.extensions)
+        if not files:
+            raise CheckpointError(
+                f"run.json must hold a config that this version of mpisim knows; got one that "
+                f"breaks a rule ({error}) in {path}. Run the job again."
+            ) from None
+        raise ConfigError(
+            f"the model of a run must be known; got {error} The run was trained with {files}: if "
+            f"you trust these files, sample with --extensions, which runs them."
+        ) from None
+
+
+def _read_config(path: Path, extensions: bool = False) -> RunConfig:
     record = read_json(path / "run.json")
     try:
         config = config_from_mapping(record["config"])
-        load_extensions(config.run.extensions)
-        require_names(config)
+        if extensions:
+            load_extensions(config.run.extensions, dict(record["extensions"]))
         return config
     except (KeyError, TypeError):
         problem = "none"

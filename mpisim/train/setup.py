@@ -10,7 +10,7 @@ from typing import Any
 from mpisim.comm.transport import Transport
 from mpisim.config.effects import settings_without_effect
 from mpisim.config.schema import RunConfig
-from mpisim.cost.price import Priced, price_rank
+from mpisim.cost.price import MESSAGES, Priced, message_bytes, price_rank
 from mpisim.data.footprint import held_batch_bytes, sampling_bytes
 from mpisim.data.load import check_data_section
 from mpisim.data.sampler import microbatch_bounds, shard_rows
@@ -54,7 +54,7 @@ def build_model(config: RunConfig) -> Model:
             built = MODELS[model.kind](config)
         except ConfigError:
             raise
-        except Exception as error:  # a user's function may raise anything
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
             built = f"{type(error).__name__}: {error}"
         if not isinstance(built, Model):
             raise ConfigError(
@@ -161,6 +161,19 @@ class Setup:
                 f"cluster.latency_s must be below comm.timeout_s; got {cluster.latency_s} with "
                 f"{limit}. Lower it, or raise comm.timeout_s."
             )
+        if cluster.bytes_per_s:
+            plan = self.full_plan()
+            sizes = [b.count * self.policy.wire_dtype.itemsize for b in plan.buckets]
+            sizes += [
+                message_bytes(plan, op) for ops in plan.ranks for op in ops
+                if isinstance(op, MESSAGES)
+            ]  # fmt: skip
+            if cluster.latency_s + max(sizes) / cluster.bytes_per_s >= limit:
+                raise ConfigError(
+                    f"cluster.bytes_per_s must let every message arrive within comm.timeout_s = "
+                    f"{limit}; got {cluster.bytes_per_s:g} with one of {max(sizes)} bytes. Raise "
+                    f"one of them."
+                )
         if self.config.compute.mode == "real":
             return
         rows = max(map(max, self.signature(self.config.train.global_batch)))
@@ -341,6 +354,9 @@ class Setup:
                 pipeline=self.pipeline, reduce_dtype=self.policy.reduce,
             )  # fmt: skip
             check_plan(plan)
+            for rank in range(self.mesh.size):
+                # What users' codecs and all-reduces say of their sizes is asked for here, first.
+                price_rank(plan, rank)
             self._plans[key] = plan
         return self._plans[key]
 

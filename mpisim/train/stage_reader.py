@@ -138,16 +138,14 @@ class StageReader:
                 self._open(self._owners[name])
 
     def identity(self) -> bytes:
-        """Return the bytes that say which weights these are: the manifest, or the file's header.
+        """Return bytes that say which weights these are: the manifest, or a digest of the file.
 
-        A manifest holds the sha256 of every stage's numbers; a header no more than names, places
-        and facts about the run.
+        A manifest holds the sha256 of every stage's numbers.
         """
         if self.is_split:
             return self.path.read_bytes()
         with open(self.path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            return file.read(length)
+            return hashlib.file_digest(file, "sha256").digest()
 
     @property
     def scratch(self) -> np.ndarray:

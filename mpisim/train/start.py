@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
 
-from mpisim.errors import ConfigError
+from mpisim.comm.transport import Transport
+from mpisim.engine.state import EngineState
+from mpisim.errors import CheckpointError, ConfigError, MpisimError
+from mpisim.nn.bottleneck import is_bottleneck
 from mpisim.nn.params import fill_param
+from mpisim.train.record import array_digest
 from mpisim.train.rundir import run_dir_of
 from mpisim.train.setup import Setup
 from mpisim.train.stage_reader import StageReader
@@ -53,27 +58,38 @@ class Start:
         source = config.run.init_from
         if source is None:
             return
-        run_dir = run_dir_of(config).resolve()
-        if Path(source).resolve() == run_dir or run_dir in Path(source).resolve().parents:
-            raise ConfigError(
-                f"run.init_from must lie outside of the run directory that this run writes; got "
-                f"{source} with run.name = {config.run.name!r}. Choose another run.name."
-            )
-        # Outside NumPy: reading is no part of the memory that the run is measured by.
-        scratch = np.frombuffer(bytearray(READ_BYTES), np.uint8)
-        reader = self._reader = StageReader(source, scratch)
         try:
-            self._compare(reader)
-            own = {
-                param.name
-                for bucket in setup.full_plan().rank_buckets(rank)
-                for param in bucket.params
-            }
-            reader.open_files(own & self._names)
-            self.digest = hashlib.sha256(reader.identity()).hexdigest()
+            self._open(source, rank)
+        except (OSError, ValueError) as error:
+            self.close()
+            if isinstance(error, MpisimError):
+                raise
+            raise CheckpointError(
+                f"run.init_from must name weights that can be read; got {error} for "
+                f"{source[:80]!r}. Correct the path."
+            ) from None
         except BaseException:
             self.close()
             raise
+
+    def _open(self, source: str, rank: int) -> None:
+        setup, run_dir = self._setup, run_dir_of(self._setup.config).resolve()
+        # Outside NumPy: reading is no part of the memory that the run is measured by.
+        scratch = np.frombuffer(bytearray(READ_BYTES), np.uint8)
+        reader = self._reader = StageReader(source, scratch)
+        for place in (Path(source).resolve(), reader.path.resolve()):
+            if place == run_dir or run_dir in place.parents:
+                raise ConfigError(
+                    f"run.init_from must lie outside of the run directory that this run writes; "
+                    f"got {source} with run.name = {setup.config.run.name!r}. Choose another "
+                    f"run.name."
+                )
+        self._compare(reader)
+        own = {
+            param.name for bucket in setup.full_plan().rank_buckets(rank) for param in bucket.params
+        }
+        reader.open_files(own & self._names)
+        self.digest = hashlib.sha256(reader.identity()).hexdigest()
 
     def _compare(self, reader: StageReader) -> None:
         """Take all parameters of the model from the file, or all but those of bottlenecks."""
@@ -83,6 +99,12 @@ class Start:
         self.has_bottlenecks = wanted != base and not wanted.keys() - shapes.keys()
         if not self.has_bottlenecks:
             wanted = base
+            if any(is_bottleneck(name) for name in shapes):
+                raise CheckpointError(
+                    f"weights to start from must have the bottlenecks of the run, or none; got "
+                    f"others in {reader.path}. Use compression.bottleneck and parallel.pp of the "
+                    f"run that wrote them."
+                )
         compare_names(reader.path, shapes, wanted)
         self._names = set(wanted)
 
@@ -98,3 +120,30 @@ class Start:
         """Close the files."""
         if self._reader is not None:
             self._reader.close()
+
+
+def require_same_start(transport: Transport, state: EngineState) -> None:
+    """Compare the first weights that several ranks hold: their files may be different ones.
+
+    Raises
+    ------
+    ConfigError
+        Two replicas of a stage, or the two ends of a tied table, differ. Shards, of which there is
+        one each, are not compared.
+    """
+    mine = {}
+    for store in state.stores:
+        if state.zero < 3:
+            mine[f"bucket {store.bucket.index}"] = array_digest(store.working)
+        if store.bucket.twin >= 0:
+            place = state.dp.index if state.zero else ""
+            mine[f"tied {place} {sorted(store.offsets)}"] = array_digest(store.own_working)
+    told: dict[str, tuple[int, str]] = {}
+    for rank, text in enumerate(transport.exchange(json.dumps(mine))):
+        for what, digest in json.loads(text).items():
+            first, known = told.setdefault(what, (rank, digest))
+            if digest != known:
+                raise ConfigError(
+                    f"all ranks must start from the same weights; got other numbers on rank {rank} "
+                    f"than on rank {first}. Give every host the same files for run.init_from."
+                )

@@ -28,7 +28,14 @@ from mpisim.train.clock import host_name
 from mpisim.train.record import array_digest, digest, iso_time, joint_digest
 from mpisim.train.rundir import write_json
 from mpisim.train.setup import Setup
-from mpisim.train.stage_files import WEIGHTS_FOLDER, aliases_of, save_manifest, save_stage
+from mpisim.train.stage_files import (
+    WEIGHTS_FOLDER,
+    aliases_of,
+    part_of,
+    save_manifest,
+    save_stage,
+    stage_file,
+)
 from mpisim.train.weights import WEIGHTS_FILE, save_weights
 
 PlanRuns = dict[tuple[str, bool], tuple[Plan, int]]
@@ -234,6 +241,10 @@ def write_weights(
             error = str(failed)
     told = [json.loads(text) for text in transport.exchange(json.dumps([record, error]))]
     if failures := [error for _, error in told if error]:
+        if state.dp.index == 0:
+            part_of(folder / stage_file(setup.mesh.coordinate(transport.rank)["pp"])).unlink(
+                missing_ok=True
+            )
         raise CheckpointError(failures[0])
     if transport.rank == 0:
         records = [record for record, _ in told if record]

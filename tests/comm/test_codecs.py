@@ -442,9 +442,11 @@ def test_a_codec_of_ones_own_runs_like_the_others(largest_only):
     register_codec(again, *codecs._user_codecs["largest"])
     assert codec_spec("largest") is again
     with pytest.raises(ValueError, match="name must be new"):
-        register_codec(replace(again, name="fp16"), None, None)
+        register_codec(replace(again, name="fp16"), encode, decode)
     with pytest.raises(ValueError, match="not in use; got 130"):
-        register_codec(replace(again, name="other"), None, None)
+        register_codec(replace(again, name="other"), encode, decode)
+    with pytest.raises(ValueError, match="encode of codec 'largest' must be a function; got None"):
+        register_codec(again, None, decode)
 
 
 def test_bytes_that_ones_own_codec_refuses_are_a_mismatch(largest_only):

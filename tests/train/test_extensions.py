@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 from small_jobs import make_config, train
 
+import mpisim
 from mpisim.comm import codecs
 from mpisim.config import load_config
 from mpisim.cost.simulate import Link, simulate_schedule
-from mpisim.errors import ConfigError, DeadlockError, PlanError
+from mpisim.errors import ConfigError, MpisimError
 from mpisim.layouts import codecs as codec_layouts
 from mpisim.layouts import steps
 from mpisim.memory.tracker import hook_is_built, open_tracker
@@ -347,7 +349,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 def test_a_schedule_that_forgets_a_backward_is_told_where(tmp_path):
     config, ranks = setup_of(tmp_path, SCHEDULE.format(body="ops[:-1]"), parallel=PIPED)
-    with pytest.raises(PlanError, match=r"backward of microbatch 3, chunk 0 .* 7 ops of rank 0"):
+    with pytest.raises(ConfigError, match=r"backward of microbatch 3, chunk 0 .* 7 ops of rank 0"):
         check(config, ranks)
 
 
@@ -355,7 +357,7 @@ def test_a_schedule_that_waits_for_ever_is_told_who_for_whom(tmp_path):
     """The last stage wants all microbatches before it gives a gradient back."""
     text = SCHEDULE.format(body="ops if coordinate != 2 else [*ops[::2], *ops[1::2]]")
     config, ranks = setup_of(tmp_path, text, parallel=PIPED)
-    with pytest.raises(DeadlockError, match=r"rank 2"):
+    with pytest.raises(ConfigError, match=r"rank 2"):
         check(config, ranks)
 
 
@@ -372,3 +374,187 @@ def test_a_name_that_nobody_registered_is_told_the_nearest(tmp_path):
     config = make_config(tmp_path, run=example("eager"), parallel={"pp": 2, "schedule": "eager-1f"})
     with pytest.raises(ConfigError, match=r"Did you mean eager-1f1b\?"):
         Setup(config, 2)
+
+
+# What users' functions raise ------------------------------------------------------------------
+
+CODEC = """
+from mpisim.comm.codecs import register_codec
+from mpisim.layouts.codecs import CodecSpec
+def size(shape, itemsize):
+    num = itemsize
+    for extent in shape:
+        num *= extent
+    return {size}
+def encode(x, payload, scratch):
+    payload[:] = x.reshape(-1).view("u1")
+    {encode}
+def decode(payload, out, scratch):
+    out.reshape(-1).view("u1")[:] = payload
+    {decode}
+register_codec(CodecSpec("mine", 200, "custom", size=size), {pair})
+"""
+WHOLE = {"size": "num", "encode": "pass", "decode": "pass", "pair": "encode, decode"}
+MODEL = """
+from mpisim.train.extensions import register_model
+register_model("mine", {build})
+"""
+ACTIVATION = """
+from mpisim.nn.models import register_activation
+register_activation("mine", {make})
+"""
+ALL_REDUCE = """
+from mpisim.layouts.steps import register_all_reduce
+register_all_reduce("mine", {rows})
+"""
+
+
+def use(kind, **bodies):
+    """Return a file's text and the sections that use what it registers."""
+    if kind == "schedule":
+        return SCHEDULE.format(**bodies), {"parallel": PIPED}
+    if kind in ("activations", "grads"):
+        uses = {"parallel": {"pp": 3}, "compression": {kind: "mine"}}
+        return CODEC.format(**WHOLE | bodies), uses
+    if kind == "model":
+        return MODEL.format(**bodies), {"model": {"kind": "mine"}}
+    if kind == "activation":
+        return ACTIVATION.format(**bodies), {"model": DEEP | {"activation": "mine"}}
+    return ALL_REDUCE.format(**bodies), {"comm": {"algorithm": "mine"}}
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory):
+    """Return the folder of a finished run; nobody changes it."""
+    return train(make_config(tmp_path_factory.mktemp("earlier"), trace={"enabled": False}), 1).path
+
+
+def tree(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*")) if path.is_file()
+    }  # fmt: skip
+
+
+def start_over(earlier, folder, kind, **bodies):
+    """Run over a copy of an earlier run with a file of a user; returns the copy."""
+    text, sections = use(kind, **bodies)
+    target = shutil.copytree(earlier, folder / "runs" / "a")
+    path = folder / "mine.py"
+    path.write_text(text, encoding="utf-8")
+    sections = {"model": DEEP, "train": {"num_microbatches": 4, "steps": 1}} | sections
+    config = make_config(folder, run={"name": "a", "extensions": [str(path)]}, **sections)
+    mpisim.run(config, ranks=3, overwrite=True, transport="local")
+    return target
+
+
+REFUSED = [
+    (
+        "schedule", {"body": "ops if coordinate != 2 else [*ops[::2], *ops[1::2]]"},
+        r"parallel.schedule = 'mine': ranks must not wait for each other for ever; [^$]*rank 2 op",
+    ),
+    (
+        "schedule", {"body": "ops[:-1]"},
+        r"parallel.schedule = 'mine': backward of microbatch 3, chunk 0 must run once; .* rank 0",
+    ),
+    (
+        "schedule", {"body": "ops if coordinate < 2 else ops[coordinate:]"},
+        r"parallel.schedule = 'mine': .* rank 2 of the pipeline",
+    ),
+    (
+        "schedule", {"body": "ops if coordinate != 1 else 1 / 0"},
+        r"schedule mine must return a list of ops; got ZeroDivisionError: division by zero for "
+        r"rank 1 of 3 with 4 microbatches",
+    ),
+    ("schedule", {"body": "None"}, r"schedule mine must .*; got TypeError: .*NoneType.* rank 0"),
+    ("schedule", {"body": "['F0']"}, r"schedule = 'mine': an op .* must be one of .*; got F0 as"),
+    (
+        "activations", {"pair": "None, decode"},
+        r"encode of codec 'mine' must be a function; got None.*mine.py at line 15",
+    ),
+    (
+        "grads", {"pair": "encode, 3"},
+        r"decode of codec 'mine' must be a function; got 3.*mine.py at line 15",
+    ),
+    ("model", {"build": "3"}, r"builder of model 'mine' must be a function; got 3.*mine.py at"),
+    ("model", {"build": "lambda config: None"}, r"model.kind = 'mine' must return a .*; got None"),
+    (
+        "model", {"build": "lambda config: 1 / 0"},
+        r"builder of model.kind = 'mine' must return a Model; got ZeroDivisionError: division by",
+    ),
+    ("model", {"build": "lambda: None"}, r"'mine' must return a Model; got TypeError: .*argument"),
+    ("activation", {"make": "None"}, r"maker of 'mine' must be a function; got None.*mine.py at"),
+    ("all-reduce", {"rows": "3"}, r"rows of mine must be a function; got 3.*mine.py at line 3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "bodies", "match"), REFUSED)
+def test_what_a_function_gets_wrong_is_said_before_anything_is_replaced(
+    tmp_path, earlier, kind, bodies, match
+):
+    with pytest.raises(ConfigError, match=match):
+        start_over(earlier, tmp_path, kind, **bodies)
+    assert tree(tmp_path / "runs" / "a") == tree(earlier)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("kind", ["activations", "grads"])
+@pytest.mark.parametrize(
+    ("bodies", "match"),
+    [
+        ({"encode": "[][1]"}, r"encode of codec 'mine' must .*; got IndexError: list index out"),
+        ({"encode": "raise ValueError('odd')"}, r"encode of codec 'mine' must .*; got ValueError"),
+        ({"decode": "[][1]"}, r"decode of codec 'mine' must .*; got IndexError: list index out"),
+        ({"decode": "raise ValueError('odd')"}, r"codec 'mine' can decode; got odd"),
+    ],
+)
+def test_a_codec_that_fails_is_named(tmp_path, earlier, kind, bodies, match):
+    with pytest.raises(MpisimError, match=match):
+        start_over(earlier, tmp_path, kind, **bodies)
+
+
+@pytest.mark.parametrize("kind", ["activations", "grads"])
+def test_the_codec_itself_is_a_good_one(tmp_path, earlier, kind):
+    """What the bad ones are made from."""
+    over = start_over(earlier, tmp_path, kind)
+    assert tree(over) != tree(earlier)
+"""To append to tests/train/test_extensions.py once bugs 1-3 are fixed."""
+
+
+BAD_SIZES = [
+    ("-5", "-5"), ("2.5", "2.5"), ("None", "None"), ("1 / 0", "ZeroDivisionError"), ("True", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["activations", "grads"])
+@pytest.mark.parametrize(("size", "got"), BAD_SIZES)
+def test_a_size_that_is_no_number_of_bytes_is_said_before_anything_is_replaced(
+    tmp_path, earlier, kind, size, got
+):
+    with pytest.raises(ConfigError, match=rf"size function of codec 'mine' must .*; got {got}"):
+        start_over(earlier, tmp_path, kind, size=size)
+    assert tree(tmp_path / "runs" / "a") == tree(earlier)
+
+
+@pytest.mark.parametrize("make", ["lambda: None", "lambda: 1 / 0", "lambda x: x", "object"])
+def test_a_maker_that_makes_no_layer_is_named(tmp_path, earlier, make):
+    with pytest.raises(ConfigError, match="'mine'"):
+        start_over(earlier, tmp_path, "activation", make=make)
+    assert tree(tmp_path / "runs" / "a") == tree(earlier)
+
+
+ROWS = ["lambda *_: None", "lambda *_: 1 / 0", "lambda: []"]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_rows_that_are_none_are_said_before_anything_is_replaced(tmp_path, earlier, rows):
+    with pytest.raises(ConfigError, match="mine"):
+        start_over(earlier, tmp_path, "all-reduce", rows=rows)
+    assert tree(tmp_path / "runs" / "a") == tree(earlier)
+
+
+@pytest.mark.parametrize("body", ["[ForwardStage('0')]", "[ForwardStage(0, None)]"])
+def test_ops_without_numbers_are_refused(tmp_path, earlier, body):
+    with pytest.raises(ConfigError, match="rank 0 of the pipeline"):
+        start_over(earlier, tmp_path, "schedule", body=body)
+    assert tree(tmp_path / "runs" / "a") == tree(earlier)
