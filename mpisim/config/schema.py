@@ -42,7 +42,7 @@ class RunSection(Section):
     relative to where the command is started. They are run on every rank."""
     init_from: Annotated[str, Field(min_length=1)] | None = None
     """Run directory, or weights file, whose weights to start from instead of random ones; each
-    rank reads its own part only. `mpisim weights` compares their sha256."""
+    rank reads its own part only, from files whose sha256 is right."""
 
 
 class DataSection(Section):
@@ -262,7 +262,8 @@ class ParallelSection(Section):
     """Order of forwards and backwards over stages: naive, gpipe, 1f1b, interleaved, zb-h1, or one
     of an extension."""
     chunks: PositiveInt = 1
-    """Stages that each rank of axis pp holds, far apart in the model (schedule interleaved)."""
+    """Stages that each rank of axis pp holds, far apart in the model (schedule interleaved).
+    Without `split`, pp * chunks must divide the blocks between embedding and head."""
     split: tuple[PositiveInt, ...] = ()
     """Blocks of each stage, in forward order, embedding and head counted; empty: balanced by
     floating-point operations and weights."""

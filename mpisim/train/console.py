@@ -64,7 +64,14 @@ class Console:
             self._line(_pipeline(self.config, plan))
         for sentence in settings_without_effect(self.config):
             self._line(f"note: {sentence}")
-        for name, value in baselines.items():
+        emulated = self.config.compute.mode == "emulated"
+        if emulated:
+            rate = self.config.cluster.flops_per_s
+            self._line(
+                f"emulated: forward and backward sleep for their operations at {rate:g} per second;"
+                f" losses are zeros"
+            )
+        for name, value in ({} if emulated else baselines).items():
             if isinstance(value, float):
                 mark = "  <- any model must beat this" if name == self.primary else ""
                 self._line(f"baseline {name} = {value:.4f}{mark}")

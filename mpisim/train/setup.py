@@ -116,7 +116,8 @@ class Setup:
             raise ConfigError(
                 f"train.global_batch must be divisible by {who} * train.num_microbatches; got "
                 f"{batch} with {self.mesh.dp} * {config.train.num_microbatches} = {pieces}. Set "
-                f"train.global_batch = {lower} or change the number of ranks."
+                f"train.global_batch = {lower} or change train.num_microbatches or the number of "
+                f"ranks."
             )
         self.base_model = build_model(config)
         """The model without bottlenecks."""

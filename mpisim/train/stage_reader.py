@@ -125,17 +125,18 @@ class StageReader:
             file.close()
         self._files.clear()
 
-    def open_files(self, names: Iterable[str]) -> None:
-        """Open the files that hold these parameters, so that a fault shows before they are read.
+    def verify_files(self, names: Iterable[str]) -> None:
+        """Verify the stage files that hold these parameters, and no others.
 
         Raises
         ------
         CheckpointError
-            A file is missing, or not what the manifest says.
+            A file is missing, or not what the manifest says, to the last bit.
         """
-        for name in names:
+        owners = {self._owners[name].file: self._owners[name] for name in names}
+        for _, record in sorted(owners.items()):
             if self.is_split:
-                self._open(self._owners[name])
+                self._verify(record)
 
     def identity(self) -> bytes:
         """Return bytes that say which weights these are: the manifest, or a digest of the file.
@@ -278,22 +279,24 @@ class StageReader:
             A file was changed.
         """
         for record in () if self._verified else self.records:
-            file = self._open(record)
-            if not record.sha256:
-                continue
-            file.seek(0)
-            sha256 = hashlib.sha256()
-            for tile in tile_slices(record.nbytes, self.scratch.size):
-                piece = self.scratch[: tile.stop - tile.start]
-                self._read(file, record, piece)
-                sha256.update(memoryview(piece))
-            if sha256.hexdigest() != record.sha256:
-                raise damaged(
-                    self.path.with_name(record.file),
-                    f"sha256 {sha256.hexdigest()[:16]} where {MANIFEST_FILE} says "
-                    f"{record.sha256[:16]}",
-                )
+            self._verify(record)
         self._verified = True
+
+    def _verify(self, record: StageRecord) -> None:
+        file = self._open(record)
+        if not record.sha256:
+            return
+        file.seek(0)
+        sha256 = hashlib.sha256()
+        for tile in tile_slices(record.nbytes, self.scratch.size):
+            piece = self.scratch[: tile.stop - tile.start]
+            self._read(file, record, piece)
+            sha256.update(memoryview(piece))
+        if sha256.hexdigest() != record.sha256:
+            raise damaged(
+                self.path.with_name(record.file),
+                f"sha256 {sha256.hexdigest()[:16]} where {MANIFEST_FILE} says {record.sha256[:16]}",
+            )
 
     def raw(self, name: str) -> Iterator[memoryview]:
         """Yield the stored bytes of a parameter, in pieces that are valid until the next."""

@@ -30,7 +30,7 @@ class Start:
     ----------
     setup : Setup
     rank : int
-        Opens the files that hold its parameters, and no others.
+        Verifies the files that hold its parameters, and opens no others.
 
     Attributes
     ----------
@@ -74,6 +74,12 @@ class Start:
 
     def _open(self, source: str, rank: int) -> None:
         setup, run_dir = self._setup, run_dir_of(self._setup.config).resolve()
+        if not Path(source).exists():
+            raise ConfigError(
+                f"run.init_from must name a run directory or a weights file; got {source[:200]}, "
+                f"which does not exist. Correct the path; it is relative to where the command is "
+                f"started."
+            )
         # Outside NumPy: reading is no part of the memory that the run is measured by.
         scratch = np.frombuffer(bytearray(READ_BYTES), np.uint8)
         reader = self._reader = StageReader(source, scratch)
@@ -88,7 +94,7 @@ class Start:
         own = {
             param.name for bucket in setup.full_plan().rank_buckets(rank) for param in bucket.params
         }
-        reader.open_files(own & self._names)
+        reader.verify_files(own & self._names)
         self.digest = hashlib.sha256(reader.identity()).hexdigest()
 
     def _compare(self, reader: StageReader) -> None:
