@@ -201,7 +201,7 @@ def cli(ctx: click.Context) -> None:
 
 @cli.command(epilog=_EXIT_STATUS)
 @_config_argument
-@_ranks_option("Ranks to start; by default parallel.dp.", required=False)
+@_ranks_option("Ranks to start; by default parallel.dp * parallel.pp.", required=False)
 @_set_option
 @click.option("--overwrite", is_flag=True, help="Replace the run directory if it exists.")
 @click.option(
@@ -253,7 +253,7 @@ def train(
         return run_as_rank(work)
 
     resolved = _load(config, overrides)
-    num_ranks = ranks or resolved.parallel.dp
+    num_ranks = ranks or resolved.parallel.dp * resolved.parallel.pp
     if not num_ranks:
         raise ConfigError(
             "the number of ranks must be given; got no --ranks, and parallel.dp is 0. "
@@ -328,8 +328,9 @@ def plan() -> None:
 
     `mpisim plan CONFIG --ranks N --budget 256MiB` (short for `plan search CONFIG ...`) tries
     microbatches, recompute, ZeRO stage, bucket size, prefetch and, if nothing else fits, 16-bit
-    numbers; every layout is a real plan with an exact forecast of its peak. It lists what fits,
-    cheapest first, and says of each other layout why it does not. Status 1: nothing fits.
+    numbers; every layout is a real plan with an exact forecast of its peak. Stages stay as CONFIG
+    has them: parallel.pp, schedule, chunks and split are not searched. It lists what fits, cheapest
+    first, and says of each other layout why it does not. Status 1: nothing fits.
 
     `mpisim plan show CONFIG --ranks N` prints the plan, `--ops` all its ops; `mpisim plan check
     FILE` proves such a text of ops, also one that was edited.
@@ -372,7 +373,10 @@ def plan_search(
     overrides: tuple[str, ...],
     as_json: bool,
 ) -> int:
-    """Search a layout of CONFIG on N ranks that fits a budget of memory."""
+    """Search a layout of CONFIG on N ranks that fits a budget of memory.
+
+    Stages stay as CONFIG has them: parallel.pp, schedule, chunks and split are not searched.
+    """
     resolved = _load(config, overrides)
     from mpisim.planner import search_layouts, search_rows, search_text, write_config
 
@@ -419,8 +423,10 @@ def plan_show(
     idle. Without stages, or with --ops: all ops, one per line.
     """
     resolved = _load(config, overrides)
-    from mpisim.train.overview import view_plan, write_picture
+    from mpisim.train.overview import require_picture, view_plan, write_picture
 
+    if png is not None:
+        require_picture(png)
     view = view_plan(resolved, ranks)
     only_ops = only_ops or not view.overview
     click.echo((view.ops if only_ops else view.overview).rstrip("\n"))
