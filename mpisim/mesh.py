@@ -55,6 +55,19 @@ class Mesh:
         return tuple(first + position * stride for position in range(self.degree(axis)))
 
 
+def stages_text(pp: int, chunks: int) -> str:
+    """Return how many stages a model is cut into, and how many of them a place of axis pp holds.
+
+    Examples
+    --------
+    >>> stages_text(4, 1), stages_text(4, 2)
+    ('4 stages', '8 stages on 4 places of axis pp, 2 chunks each')
+    """
+    if chunks > 1:
+        return f"{pp * chunks} stages on {pp} places of axis pp, {chunks} chunks each"
+    return f"{pp} stage{'s' * (pp > 1)}"
+
+
 def build_mesh(dp: int, num_ranks: int, pp: int = 1) -> Mesh:
     """Return the mesh of `num_ranks` ranks: `pp` stages, `dp` replicas (0: all that there are).
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import matplotlib.style
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from mpisim.errors import MpisimError
+from mpisim.plan.grid import chunk_letter
 from mpisim.report import Run
 from mpisim.report.load import layout_of
 from mpisim.report.traces import read_traces as traces_of
@@ -42,6 +45,24 @@ OP_COLOURS = {
     "StartSync": DARK_GREY,
     "other compute": BLACK,
 }
+KIND_LABELS = {
+    "LoadBatch": "load batch",
+    "Forward": "forward",
+    "Recompute": "recompute",
+    "Backward": "backward",
+    "BackwardInput": "backward, input half",
+    "BackwardWeight": "backward, weight half",
+    "StartSync": "send, start or advance rings",
+    "OptimizerStep": "gradient norm, optimizer",
+    "other compute": "other compute",
+}
+_SHADES = {
+    "Forward": ("#FFFFFF", 0.45),
+    "Backward": (BLACK, 0.45),
+    "BackwardInput": (BLACK, 0.65),
+    "BackwardWeight": (BLACK, 0.5),
+}
+"""Towards which colour, and how far, the last chunk of a rank is shaded: see `kind_colour`."""
 WAIT_COLOURS = {
     "pp": CREAM, "sends": PALE_GREEN, "dp": ORANGE, "params": BROWN, "control": LIGHT_GREY,
 }  # fmt: skip
@@ -69,6 +90,37 @@ MEMORY_COLOURS = {
 MEASURED, PREDICTED = BLUE, ORANGE
 
 
+def kind_colour(kind: str, chunk: int = 0, num_chunks: int = 1) -> str:
+    """Return the colour of an op kind; the chunks of a rank are shades of it, the first the full.
+
+    A replay has one colour for all chunks.
+    """
+    if kind not in _SHADES or num_chunks == 1:
+        return OP_COLOURS[kind]
+    towards, most = _SHADES[kind]
+    share = most * chunk / (num_chunks - 1)
+    pairs = zip(to_rgb(OP_COLOURS[kind]), to_rgb(towards), strict=True)
+    return to_hex([part + (end - part) * share for part, end in pairs]).upper()
+
+
+def kind_handles(kinds: Collection[str], num_chunks: int) -> list[Patch]:
+    """Return the legend of op kinds, chunk by chunk where chunks differ in colour."""
+    handles = []
+    for kind, label in KIND_LABELS.items():
+        if kind not in kinds:
+            continue
+        for chunk in range(num_chunks if kind in _SHADES else 1):
+            which = f", chunk {chunk_letter(chunk)}" if num_chunks > 1 and kind in _SHADES else ""
+            handles.append(Patch(color=kind_colour(kind, chunk, num_chunks), label=label + which))
+    return handles
+
+
+def ink(colour: str) -> str:
+    """Return what can be read on a colour."""
+    red, green, blue = to_rgb(colour)
+    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
+
+
 class NoData(Exception):
     """A picture has nothing to show; the text says why in one sentence."""
 
@@ -84,9 +136,10 @@ def run_title(run: Run, what: str) -> str:
 
 
 def rank_name(run: Run, rank: int) -> str:
-    """Return how a rank is called on an axis: with its stage, if there are stages."""
+    """Return how a rank is called on an axis: with its stage, or its place if it holds several."""
     layout = layout_of(run)
-    return f"rank {rank}" + (f", stage {layout.stage_of(rank)}" if layout.pp > 1 else "")
+    word = "place" if layout.chunks > 1 else "stage"
+    return f"rank {rank}" + (f", {word} {layout.stage_of(rank)}" if layout.pp > 1 else "")
 
 
 def skipped_steps(run: Run) -> list[int]:

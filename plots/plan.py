@@ -17,32 +17,28 @@ from pathlib import Path
 
 import matplotlib.style
 from common import (
-    BLUE,
     DARK_GREY,
-    GREEN,
     LIGHT_GREY,
-    SKY,
     STYLE,
     VERMILION,
     heading,
+    ink,
+    kind_colour,
+    kind_handles,
     whole_numbers,
 )
 from matplotlib.collections import LineCollection, PolyCollection
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from mpisim.errors import MpisimError
+from mpisim.mesh import stages_text
 from mpisim.plan.build import Plan
 from mpisim.plan.check_pipeline import in_flight
-from mpisim.plan.grid import Cell, Message, lay_out, share_rows
+from mpisim.plan.grid import Cell, Message, chunk_letter, flight_note, lay_out, share_rows
 from mpisim.plan.text import parse_plan
 
-COLOURS = {"F": SKY, "B": BLUE, "W": GREEN}
-LABELS = {"F": "forward", "B": "backward", "W": "its weight half"}
-TINT = {"F": (0.55, "white"), "B": (0.55, "black"), "W": (0.55, "white")}
-"""How near to which colour the last chunk of a rank is: neighbours stay apart."""
 SHIFT = 0.07
 """Slots that activations and gradients are drawn apart, where they cross at the same time."""
 BAR = (-0.36, 0.36)
@@ -59,7 +55,8 @@ class Picture:
     """Of the rows: ranks that run alike share one."""
     notes: list[str]
     """Of each row, written on its right."""
-    rows: list[tuple[Cell, ...]]
+    rows: list[list[tuple[str, Cell]]]
+    """Op kind and place of each cell, row by row."""
     messages: list[tuple[int, int, Message]]
     """Row of the sender, row of the receiver, message."""
     num_slots: int
@@ -75,13 +72,19 @@ def load(plan: Plan, title: str = "") -> Picture:
     for row, (_, cells) in enumerate(shared):
         rank = next(rank for rank, found in enumerate(grid.ranks) if found is cells)
         first[rank] = row
-    stages = f"{_count(plan.mesh.pp, 'stage')}, " if plan.mesh.pp > 1 else ""
-    notes = [f"{in_flight(plan, rank)} alive" if plan.kind == "train" else "" for rank in first]
+    stages = f"{stages_text(plan.mesh.pp, grid.num_chunks)}, " if plan.mesh.pp > 1 else ""
+    notes = [
+        f"{round(in_flight(plan, rank), 2):,} in flight" if plan.kind == "train" else ""
+        for rank in first
+    ]
     return Picture(
         title or f"{stages}{_count(len(plan.rows[0]), 'microbatch')} ({plan.name})",
         [name for name, _ in shared],
         notes,
-        [cells for _, cells in shared],
+        [
+            [(type(plan.ranks[rank][cell.first]).__name__, cell) for cell in grid.ranks[rank]]
+            for rank in first
+        ],
         [
             (first[message.source], first[message.dest], message)
             for message in grid.messages
@@ -101,22 +104,23 @@ def _count(number: int, what: str) -> str:
 def draw(fig: Figure, data: Picture) -> None:
     """Draw a row per rank."""
     rows, slots = len(data.rows), max(data.num_slots, 1)
-    fig.set_size_inches(min(max(8.0, 2.4 + 0.19 * slots), 18), min(1.7 + 0.42 * rows, 20))
+    finding = _finding(data)
+    fig.set_size_inches(
+        min(max(8.0, 2.4 + 0.19 * slots), 18),
+        min(1.6 + 0.42 * rows + 0.17 * len(finding), 20),
+    )
     ax = fig.subplots()
     ax.set_xlim(0, slots)
     ax.set_ylim(rows - 0.5, -0.5)
     waits = [((0, slots), row) for row in range(rows)]
     ax.add_collection(_boxes(waits, LIGHT_GREY, alpha=0.45))
-    for letter in COLOURS:
-        for chunk in range(data.num_chunks):
-            boxes = [
-                ((cell.slot, cell.slot + 1), row)
-                for row, cells in enumerate(data.rows)
-                for cell in cells
-                if (cell.letter, cell.chunk) == (letter, chunk)
-            ]
-            colour = _colour(letter, chunk, data.num_chunks)
-            ax.add_collection(_boxes(boxes, colour, edgecolors="white", linewidths=0.6))
+    boxes: dict[str, list] = {}
+    for row, cells in enumerate(data.rows):
+        for kind, cell in cells:
+            colour = kind_colour(kind, cell.chunk, data.num_chunks)
+            boxes.setdefault(colour, []).append(((cell.slot, cell.slot + 1), row))
+    for colour, found in boxes.items():
+        ax.add_collection(_boxes(found, colour, edgecolors="white", linewidths=0.6))
     _messages(ax, data)
     _numbers(fig, ax, data)
     ax.set_yticks(range(rows), data.names)
@@ -128,15 +132,28 @@ def draw(fig: Figure, data: Picture) -> None:
     ax.spines["left"].set_visible(False)
     whole_numbers(ax.xaxis)
     ax.set_xlabel("slot: the time of one forward, of one backward, or of one half of it")
-    idle = data.idle_share
-    finding = f"{idle.numerator}/{idle.denominator} of the slots are idle ({float(idle):.1%})"
-    if any(data.notes):
-        finding += "; alive: most microbatches whose activations a rank keeps"
-    heading(fig, data.title, finding)
+    heading(fig, data.title, "\n".join(finding))
     handles = _handles(data)
-    in_one_line = len(handles) <= 6 or fig.get_size_inches()[0] >= 13
+    in_one_line = 1.5 * len(handles) <= fig.get_size_inches()[0]
     columns = len(handles) if in_one_line else -(-len(handles) // 2)
     fig.legend(handles=handles, loc="outside lower center", ncols=columns)
+
+
+def _finding(data: Picture) -> list[str]:
+    """Return what is below the title, line by line."""
+    idle = data.idle_share
+    lines = [f"{idle.numerator}/{idle.denominator} of the slots are idle ({float(idle):.1%})"]
+    if any(data.notes):
+        lines.append(flight_note(data.num_chunks))
+    if not all(_is_drawn(*message) for message in data.messages):
+        which = " (last rank to first, and back)" if data.num_chunks > 1 else ""
+        lines.append(f"messages between rows that are not neighbours{which} are not drawn")
+    return lines
+
+
+def _is_drawn(source: int, dest: int, _message: Message) -> bool:
+    """Whether a message runs between neighbouring rows: others would cross all between."""
+    return abs(source - dest) == 1
 
 
 def _boxes(boxes: list[tuple[tuple[float, float], int]], colour, **options) -> PolyCollection:
@@ -147,30 +164,14 @@ def _boxes(boxes: list[tuple[tuple[float, float], int]], colour, **options) -> P
     return PolyCollection(corners, facecolors=[colour], **{"linewidths": 0, **options})
 
 
-def _colour(letter: str, chunk: int, num_chunks: int) -> tuple[float, ...]:
-    most, towards = TINT[letter]
-    share = most * chunk / max(num_chunks - 1, 1)
-    pairs = zip(to_rgb(COLOURS[letter]), to_rgb(towards), strict=True)
-    return tuple(part + (end - part) * share for part, end in pairs)
-
-
-def _ink(colour: tuple[float, ...]) -> str:
-    """Return what can be read on a colour."""
-    red, green, blue = colour
-    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
-
-
 def _messages(ax, data: Picture) -> None:
-    """Draw the messages between neighbours, in the room between their rows.
-
-    Those from the last rank back to the first, between chunks, would cross all others.
-    """
+    """Draw the messages between neighbours, in the room between their rows."""
     for kind, colour, shift in (
         ("activation", DARK_GREY, -SHIFT), ("grad", VERMILION, SHIFT),
     ):  # fmt: skip
         lines = []
         for source, dest, message in data.messages:
-            if message.kind != kind or abs(source - dest) != 1:
+            if message.kind != kind or not _is_drawn(source, dest, message):
                 continue
             down = dest > source
             start = source + (BAR[1] if down else BAR[0])
@@ -181,33 +182,30 @@ def _messages(ax, data: Picture) -> None:
 
 
 def _numbers(fig: Figure, ax, data: Picture) -> None:
-    """Write the microbatch into each cell, unless cells are too narrow."""
+    """Write microbatch and chunk into each cell, unless cells are too narrow."""
     points = 0.8 * fig.get_size_inches()[0] * 72 / max(data.num_slots, 1)
-    digits = max((len(str(cell.micro)) for cells in data.rows for cell in cells), default=1)
+    texts = {
+        cell: f"{cell.micro}" + (chunk_letter(cell.chunk) if data.num_chunks > 1 else "")
+        for cells in data.rows
+        for _, cell in cells
+    }
+    digits = max(map(len, texts.values()), default=1)
     size = min(8.0, 1.5 * points / digits)
     if size < 4.5 or sum(map(len, data.rows)) > MAX_LABELS:
         return
     for row, cells in enumerate(data.rows):
-        for cell in cells:
+        for kind, cell in cells:
             ax.text(
-                cell.slot + 0.5, row, str(cell.micro), ha="center", va="center", fontsize=size,
-                color=_ink(_colour(cell.letter, cell.chunk, data.num_chunks)),
+                cell.slot + 0.5, row, texts[cell], ha="center", va="center", fontsize=size,
+                color=ink(kind_colour(kind, cell.chunk, data.num_chunks)),
             )  # fmt: skip
 
 
 def _handles(data: Picture) -> list:
-    letters = {cell.letter for cells in data.rows for cell in cells}
-    handles: list = []
-    for letter, label in LABELS.items():
-        if letter not in letters:
-            continue
-        label = "backward, input half" if letter == "B" and "W" in letters else label
-        for chunk in range(data.num_chunks):
-            which = f", chunk {chunk}" if data.num_chunks > 1 else ""
-            colour = _colour(letter, chunk, data.num_chunks)
-            handles.append(Patch(color=colour, label=label + which))
+    kinds = {kind for cells in data.rows for kind, _ in cells}
+    handles: list = kind_handles(kinds, data.num_chunks)
     handles.append(Patch(color=LIGHT_GREY, alpha=0.45, label="idle"))
-    kinds = {message.kind for source, dest, message in data.messages if abs(source - dest) == 1}
+    kinds = {message[-1].kind for message in data.messages if _is_drawn(*message)}
     if "activation" in kinds:
         handles.append(Line2D([], [], color=DARK_GREY, linewidth=1, label="activation"))
     if "grad" in kinds:

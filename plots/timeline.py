@@ -27,6 +27,9 @@ from common import (
     WAIT_COLOURS,
     NoData,
     heading,
+    ink,
+    kind_colour,
+    kind_handles,
     main,
     read_traces,
     run_title,
@@ -39,6 +42,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from mpisim.cost.bubbles import closed_form
+from mpisim.plan.grid import chunk_letter
 from mpisim.report import load_run
 from mpisim.report.load import Layout, layout_of
 from mpisim.report.stages import recorded_stages
@@ -56,17 +60,6 @@ BAR = (-0.34, 0.14)
 LANE = (0.19, 0.36)
 """From top to bottom of a rank's row, in rows."""
 
-KIND_LABELS = {
-    "LoadBatch": "load batch",
-    "Forward": "forward",
-    "Recompute": "recompute",
-    "Backward": "backward",
-    "BackwardInput": "backward, input half",
-    "BackwardWeight": "backward, weight half",
-    "StartSync": "send, start or advance rings",
-    "OptimizerStep": "gradient norm, optimizer",
-    "other compute": "other compute",
-}
 WAIT_LABELS = {
     "pp": "wait for another stage (pp)",
     "sends": "wait for a send to leave (pp)",
@@ -128,6 +121,9 @@ class Timeline:
     crossings: list[Crossing] = field(default_factory=list)
     bubble: float | None = None
     """Idle share of the schedule by its closed form, if stages were equal."""
+    chunks: dict[str, int] = field(default_factory=dict)
+    """Block -> chunk of its rank, where ranks hold several."""
+    num_chunks: int = 1
 
 
 def load(run_dir: Path, step: int | None = None, steps: int = 1) -> Timeline:
@@ -148,12 +144,11 @@ def load(run_dir: Path, step: int | None = None, steps: int = 1) -> Timeline:
     last = max(number for number in common if number < step + steps)
     layout = layout_of(run)
     stages = dict(enumerate(recorded_stages(run)))
-    chunks = {
-        block: chr(ord("a") + stage // layout.pp % 26) if layout.chunks > 1 else ""
-        for stage, blocks in stages.items()
-        for block in blocks
+    chunks = {block: stage // layout.pp for stage, blocks in stages.items() for block in blocks}
+    letters = {
+        block: chunk_letter(chunk) if layout.chunks > 1 else "" for block, chunk in chunks.items()
     }
-    lanes = [_lane(trace, step, last, chunks) for trace in traces]
+    lanes = [_lane(trace, step, last, letters) for trace in traces]
     crossings = _crossings(traces, step, last) if layout.pp > 1 else []
     zero = min(start for lane in lanes for start, *_ in lane.ops)
     for lane in lanes:
@@ -169,7 +164,7 @@ def load(run_dir: Path, step: int | None = None, steps: int = 1) -> Timeline:
     counted = overlap(traces, run.warmup_steps)
     return Timeline(
         run_title(run, f"Timeline of {shown}"), lanes, counted if counted.ring_steps else None,
-        crossings, _bubble(layout),
+        crossings, _bubble(layout), chunks, layout.chunks,
     )  # fmt: skip
 
 
@@ -277,11 +272,10 @@ def draw(fig: Figure, data: Timeline) -> None:
     ax = fig.subplots()
     end_s = max(end for lane in data.lanes for _, end, *_ in lane.ops)
     size, unit = time_unit(end_s)
-    colours = {**OP_COLOURS, **{f"wait {axis}": colour for axis, colour in WAIT_COLOURS.items()}}
     seen: set = set()
     ax.set_xlim(0, end_s / size)
     for row, lane in enumerate(data.lanes):
-        bars = [(a / size, b / size, colours[key]) for a, b, key, _ in lane.ops]
+        bars = [(a / size, b / size, _colour(data, key, block)) for a, b, key, block in lane.ops]
         gaps = [(a / size, b / size, OP_COLOURS["StartSync"]) for a, b in lane.gaps]
         # A gap of a few microseconds is the loop itself.
         _bars(ax, bars + [gap for gap in gaps if _points(ax, gap[1] - gap[0]) > 1], row, BAR)
@@ -293,14 +287,16 @@ def draw(fig: Figure, data: Timeline) -> None:
             if not key.startswith("wait") or _points(ax, (b - a) / size) > 0.5
         }  # fmt: skip
         if ranks <= 16:
-            _names(ax, lane, row, size)
+            _names(ax, data, row, size)
     _lines(ax, data.crossings, size)
     ax.set_ylim(ranks - 0.5, -0.5)
     every = max(1, ranks // 32)
     shown = range(0, ranks, every)
     bar_middle = float(np.mean(BAR))
+    word = "place" if data.num_chunks > 1 else "stage"
     ax.set_yticks(
-        [row + bar_middle for row in shown], [_row_name(data.lanes[row], ranks) for row in shown]
+        [row + bar_middle for row in shown],
+        [_row_name(data.lanes[row], ranks, word) for row in shown],
     )
     if ranks <= 16 and any(lane.messages for lane in data.lanes):
         ax.set_yticks(
@@ -320,11 +316,9 @@ def draw(fig: Figure, data: Timeline) -> None:
     if data.lanes[0].stage is not None:
         finding = _waits(data) + (f"\n{finding}" if finding else "")
     heading(fig, data.title, finding)
-    handles = [
-        Patch(color=colours[key], label=label) for key, label in KIND_LABELS.items() if key in seen
-    ]
+    handles = kind_handles(seen, data.num_chunks)
     handles += [
-        Patch(color=colours[f"wait {axis}"], label=label)
+        Patch(color=WAIT_COLOURS[axis], label=label)
         for axis, label in WAIT_LABELS.items()
         if f"wait {axis}" in seen
     ]
@@ -339,10 +333,17 @@ def draw(fig: Figure, data: Timeline) -> None:
     fig.legend(handles=handles, loc="outside lower center", ncols=5)
 
 
-def _row_name(lane: Lane, ranks: int) -> str:
-    stage = "" if lane.stage is None else f"stage {lane.stage}"
+def _row_name(lane: Lane, ranks: int, word: str) -> str:
+    stage = "" if lane.stage is None else f"{word} {lane.stage}"
     between = "\n" if ranks <= 16 else ", "
     return f"rank {lane.rank}" + (f"{between}{stage}" if stage else "")
+
+
+def _colour(data: Timeline, key: str, block: str) -> str:
+    axis = key.removeprefix("wait ")
+    if axis != key:
+        return WAIT_COLOURS[axis]
+    return kind_colour(key, data.chunks.get(block, 0), data.num_chunks)
 
 
 def _waits(data: Timeline) -> str:
@@ -352,12 +353,15 @@ def _waits(data: Timeline) -> str:
     def share(*keys: str) -> float:
         return sum(b - a for lane in data.lanes for a, b, key, _ in lane.ops if key in keys) / span
 
+    numbers = "; numbers: microbatches"
+    if data.num_chunks > 1:
+        numbers = "\nnumbers: microbatches, letters: chunks of the rank"
     alone = ""
     if data.bubble is not None:
         alone = f" (equal stages by the schedule: {data.bubble:.0%} idle)"
     return (
         f"mean over ranks: {share('wait pp'):.0%} waiting for another stage, "
-        f"{share('wait control'):.0%} for all ranks{alone}; numbers: microbatches"
+        f"{share('wait control'):.0%} for all ranks{alone}{numbers}"
     )
 
 
@@ -423,8 +427,10 @@ def _bars(ax, bars: list[tuple[float, float, str]], row: int, place: tuple[float
     )
 
 
-def _names(ax, lane: Lane, row: int, size: float) -> None:
+def _names(ax, data: Timeline, row: int, size: float) -> None:
     """Write block names, or else their numbers, into the bars that are wide enough for them."""
+    lane = data.lanes[row]
+    starts = {start: block for start, _, _, block in lane.ops}
     for start, stop, key, name in lane.cells or lane.ops:
         number = "" if lane.cells else re.search(r"\d*$", name).group()
         room = _points(ax, (stop - start) / size)
@@ -433,10 +439,11 @@ def _names(ax, lane: Lane, row: int, size: float) -> None:
         if lane.cells and not text and room > 4.2 * len(name) + 1:
             text, font = name, 6.0
         if text:
-            dark = key in ("Backward", "BackwardInput", "other compute")
+            # A cell of several ops is of the colour of its first.
+            colour = _colour(data, key, starts.get(start, ""))
             ax.text(
                 (start + stop) / 2 / size, row + float(np.mean(BAR)), text, ha="center",
-                va="center", fontsize=font, color="white" if dark else "black", clip_on=True,
+                va="center", fontsize=font, color=ink(colour), clip_on=True,
             )  # fmt: skip
 
 

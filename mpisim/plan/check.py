@@ -18,8 +18,10 @@ from mpisim.plan.check_pipeline import (
     PIPELINE_RULES,
     Messages,
     begin_backward,
+    deadlock_remedy,
     find_cycle,
     finish_backward,
+    require_tensor,
     waits_for_message,
 )
 from mpisim.plan.ops import (
@@ -114,8 +116,7 @@ def check_plan(plan: Plan) -> None:
             raise DeadlockError(
                 "ranks must not wait for each other for ever; got every unfinished rank blocked:\n"
                 + draw_place(plan, {s.rank: s.position for s in states if s.op is not None})
-                + f"\n{cycle}Give all ranks the same order of collectives and messages (first "
-                f"stuck: rank {min(waits)})."
+                + f"\n{cycle}{deadlock_remedy(states, waits)}"
             )
     messages.require_drained(plan)
     for state in states:
@@ -252,8 +253,7 @@ def _forward(state: RankState, op: Forward) -> None:
     if is_first:
         require(state, op.micro in state.loaded, "a microbatch must be loaded before forward")
     else:
-        found = before in state.outputs
-        require(state, found, "forward must follow the forward of the block before")
+        require_tensor(state, before in state.outputs, op.block, *before)
         state.outputs.discard(before)
     require(state, key not in state.forwards, "a block must run forward once per microbatch")
     require(state, op.micro in state.loaded, "a forward must find its microbatch loaded")

@@ -66,7 +66,7 @@ class Cell:
 
     def label(self, num_chunks: int) -> str:
         """Return what is written in the cell, such as ``F3``, or ``F3b`` of a second chunk."""
-        return f"{self.letter}{self.micro}" + (_chunk_letter(self.chunk) if num_chunks > 1 else "")
+        return f"{self.letter}{self.micro}" + (chunk_letter(self.chunk) if num_chunks > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,8 @@ def _same(cell: Cell, key: tuple[str, int, int]) -> bool:
     return (cell.letter, cell.micro, cell.chunk) == key
 
 
-def _chunk_letter(chunk: int) -> str:
+def chunk_letter(chunk: int) -> str:
+    """Return what a rank's chunk is called in grids and pictures: a, b, and so on."""
     return chr(ord("a") + chunk) if chunk < 26 else f".{chunk}"
 
 
@@ -251,6 +252,12 @@ def draw_grid(plan: Plan, marks: dict[int, int] | None = None, width: int = _WID
             found[cell.slot] = f">{label}<" if cell.marked else f"{blank}{label}"
         lines.append(_line(name, indent, columns, found, cell_width + len(blank)))
     return "\n".join([*lines, f"  {_legend(plan, grid)}"])
+
+
+def flight_note(num_chunks: int) -> str:
+    """Return what is counted as microbatches in flight."""
+    part = f"; one of its {num_chunks} chunks counts 1/{num_chunks}" if num_chunks > 1 else ""
+    return f"in flight: most microbatches whose activations a rank keeps{part}"
 
 
 def share_rows(plan: Plan, grid: Grid, ranks: Sequence[int]) -> list[tuple[str, tuple[Cell, ...]]]:
@@ -319,6 +326,6 @@ def _legend(plan: Plan, grid: Grid) -> str:
     parts = [f"{letter} {names[letter]}" for letter in "FBW" if letter in letters]
     parts.append("number: microbatch")
     if grid.num_chunks > 1:
-        last = _chunk_letter(grid.num_chunks - 1)
+        last = chunk_letter(grid.num_chunks - 1)
         parts.append(f"a{', ' if grid.num_chunks == 2 else '..'}{last}: chunk of the rank")
     return ", ".join([*parts, f"{_IDLE} idle"])

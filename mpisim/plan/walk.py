@@ -16,6 +16,7 @@ from mpisim.plan.passes import batch_ends
 from mpisim.plan.text import op_text
 
 _CONTEXT_OPS = 3
+_REORDER = "Fix the order of its ops."
 
 
 @dataclass
@@ -108,16 +109,20 @@ class RankState:
         self.started_at.append(self.position)
 
 
-def require(state: RankState, holds: bool, rule: str) -> None:
-    """Raise the error of `rule` at the rank's position unless it holds."""
+def require(
+    state: RankState, holds: bool, rule: str, remedy: str = _REORDER, got: str = ""
+) -> None:
+    """Raise the error of `rule` at the rank's position unless it holds: see `fail`."""
     if not holds:
-        fail(state, rule)
+        fail(state, rule, remedy, got)
 
 
 def require_known(state: RankState, block: str) -> None:
     """Require that a block is one of the rank's own."""
-    require(state, block in state.plan.blocks, "a block must be in the plan's head")
-    require(state, block in state.blocks, f"block {block} must lie on the rank")
+    known = block in state.plan.blocks
+    require(state, known, "a block must be in the plan's head", "Name one that is.")
+    require(state, block in state.blocks, f"block {block} must lie on the rank", "Give the op to "
+            "the rank that holds the block, or name a block of this one.")  # fmt: skip
 
 
 def require_params(state: RankState, block: str) -> None:
@@ -131,10 +136,14 @@ def require_params(state: RankState, block: str) -> None:
                     f"{bucket.index} gathered")  # fmt: skip
 
 
-def fail(state: RankState, rule: str) -> NoReturn:
-    """Raise the error of a rule that the op at the rank's position breaks."""
+def fail(state: RankState, rule: str, remedy: str = _REORDER, got: str = "") -> NoReturn:
+    """Raise the error of a rule that the op at the rank's position breaks.
+
+    `got` is the value that is wrong, if it is one; `remedy` says what to do.
+    """
     place = draw_place(state.plan, {state.rank: state.position})
-    raise PlanError(f"{rule}; got rank {state.rank}:\n{place}\nFix the order of its ops.")
+    where = f"{got} on rank {state.rank}" if got else f"rank {state.rank}"
+    raise PlanError(f"{rule}; got {where}:\n{place}\n{remedy}")
 
 
 def draw_place(plan: Plan, marks: dict[int, int]) -> str:

@@ -93,7 +93,8 @@ def search_layouts(
     Layouts that fit are ordered by what a step costs: bytes sent by all ranks, and flops that are
     recomputed, 16 of which count as a byte (`train.changes.Work`). Equals are ordered by messages,
     then by fewer microbatches, then by their settings; those that round numbers otherwise come
-    last. What the global batch and the model are is never changed.
+    last. What the global batch and the model are is never changed, nor how it is cut into stages:
+    degree of axis pp, schedule, chunks and split are the config's.
     """
     budget = config.memory.budget_bytes if budget_bytes is None else budget_bytes
     if budget < 1:
@@ -250,6 +251,9 @@ def layout_facts(layout: Layout, budget_bytes: int) -> dict[str, Any]:
         "num_microbatches": config.train.num_microbatches,
         "recompute": config.memory.recompute,
         "recompute_every": config.memory.recompute_every,
+        "pp": config.parallel.pp,
+        "schedule": config.parallel.schedule if config.parallel.pp > 1 else "",
+        "chunks": config.parallel.chunks,
         "zero": config.parallel.zero,
         "prefetch": config.parallel.prefetch and config.parallel.zero == 3,
         "bucket_bytes": config.parallel.bucket_bytes,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mpisim.mesh import stages_text
 from mpisim.planner.search import Search, layout_facts
 from mpisim.train.changes import FLOPS_PER_BYTE
 from mpisim.train.fit import breakdown
@@ -58,7 +59,7 @@ def search_text(search: Search, terminal_columns: int | None = None) -> str:
         else "without the data set: all peaks are lower bounds"
     )
     parts = [
-        f"{search.ranks} ranks, {format_bytes(search.budget_bytes)} each ({search.budget_bytes} "
+        f"{_ranks(search)}, {format_bytes(search.budget_bytes)} each ({search.budget_bytes} "
         f"bytes; {data}): {len(facts) + len(others)} layouts tried, {len(facts)} fit"
     ]
     draw = _plain_table if terminal_columns is None else _rich_table(terminal_columns)
@@ -77,6 +78,19 @@ def search_text(search: Search, terminal_columns: int | None = None) -> str:
         )
     parts.append(_verdict(search))
     return "\n".join(parts) + "\n"
+
+
+def _ranks(search: Search) -> str:
+    """Return how many ranks there are, and of a pipeline what all layouts have in common."""
+    parallel = search.config.parallel
+    text = f"{search.ranks} rank{'s' * (search.ranks > 1)}"
+    if parallel.pp == 1:
+        return text
+    stages = stages_text(parallel.pp, parallel.chunks)
+    return (
+        f"{text} (dp {search.ranks // parallel.pp} x pp {parallel.pp}, {parallel.schedule}, "
+        f"{stages})"
+    )
 
 
 def _verdict(search: Search) -> str:
@@ -129,7 +143,8 @@ def _cells(entry: dict[str, Any]) -> list[str]:
         numbers = f"{entry['compute']}*"
         if entry["reduce"] == "bfloat16":
             numbers += " reduce too"
-    by_block = entry["zero"] == 3
+    # With stages, too, every block is a bucket of its own.
+    by_block = entry["zero"] == 3 or entry["pp"] > 1 or not entry["bucket_bytes"]
     return [
         str(entry["num_microbatches"]),
         recompute,

@@ -8,6 +8,7 @@ Sections, in order:
     loss          first and last training loss
     baseline      what any model must beat
     heldout       held-out evaluations
+    pass          the same without compressors, with them before the first step, and trained
     traffic       messages and bytes per rank, axis, collective and direction
     bytes_matrix  bytes per pair of ranks
     pipeline      with stages: layout, schedule, its idle share predicted and measured
@@ -47,7 +48,7 @@ def make_rows(run: Run) -> list[Row]:
     stalls = stalls_per_rank(run)
     rows = [
         _run(run, stalls), *_throughput(run), *_latency(run), *_loss(run), *_baselines(run),
-        *_heldout(run), *_traffic(run), *_bytes_matrix(run), *_stages(run),
+        *_heldout(run), *_passes(run), *_traffic(run), *_bytes_matrix(run), *_stages(run),
         *_stalls(run, stalls), *_steady_stalls(run), *_memory(run), *_replicas(run), *_tied(run),
         *excess_rows(run),
     ]  # fmt: skip
@@ -99,6 +100,7 @@ def _run(run: Run, stalls: Stalls) -> Row:
         "damaged_lines": run.damaged_lines,
         "unreadable_traces": stalls.unreadable,
         "traced": config.get("trace", {}).get("enabled"),
+        "emulated": config.get("compute", {}).get("mode") == "emulated",
         "started": record.get("started"),
         "ended": record.get("ended"),
         "wall_s": None if run.summary is None else run.summary.get("wall_s"),
@@ -184,6 +186,16 @@ def _baselines(run: Run) -> list[Row]:
         for name, value in baselines.items()
         if not isinstance(value, str)
     ]
+
+
+def _passes(run: Run) -> list[Row]:
+    return [
+        {
+            "section": "pass", "name": row["pass"], "rows": row["heldout_rows"],
+            "loss": row["heldout_loss"], "top1": row.get("heldout_top1"),
+        }
+        for row in (run.summary or {}).get("passes", [])
+    ]  # fmt: skip
 
 
 def _heldout(run: Run) -> list[Row]:

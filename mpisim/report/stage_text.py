@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mpisim.mesh import stages_text
 from mpisim.report.rows import Row
 from mpisim.report.tables import MARK, lay_table, plural
 from mpisim.units import format_bytes, format_seconds
@@ -12,12 +13,11 @@ def pipeline_lines(run: Row, sections: dict[str, list[Row]]) -> list[str]:
     if "pipeline" not in sections:
         return []
     head, stages = sections["pipeline"][0], sections["stages"]
-    chunks = f", {head['chunks']} chunks each" if head["chunks"] > 1 else ""
     codecs = {"activations": head["activation_codec"], "gradients": head["grad_codec"]}
     named = ", ".join(f"{what} as {codec}" for what, codec in codecs.items() if codec != "none")
     lines = [
-        f"pipeline: {head['schedule']}, {head['pp']} stages{chunks}, {head['microbatches']} "
-        f"microbatches, dp {head['dp']}" + (f"; {named}" if named else "")
+        f"pipeline: {head['schedule']}, {stages_text(head['pp'], head['chunks'])}, "
+        f"{head['microbatches']} microbatches, dp {head['dp']}" + (f"; {named}" if named else "")
     ]
     lines += _idle(head)
     lines += _stage_table(head, stages)
@@ -53,8 +53,8 @@ def _idle(head: Row) -> list[str]:
 def _stage_table(head: Row, stages: list[Row]) -> list[str]:
     differs = any(row["difference_bytes"] for row in stages)
     columns = [
-        ("stage", ">"), *[("ranks", ">")] * (head["dp"] > 1), ("blocks", ">"), ("", "<"),
-        ("in flight", ">"), ("peak", ">"), *[("diff", ">")] * differs,
+        (_row_word(head["chunks"]), ">"), *[("ranks", ">")] * (head["dp"] > 1), ("blocks", ">"),
+        ("", "<"), ("in flight", ">"), ("peak", ">"), *[("diff", ">")] * differs,
     ]  # fmt: skip
     shares = {
         "compute": "compute_share", "receive": "receive_share", "send": "send_share",
@@ -81,12 +81,19 @@ def _stage_table(head: Row, stages: list[Row]) -> list[str]:
         )  # fmt: skip
     which = {"trace": "traced steps without warm-up", "summary.json": "all steps"}
     source = which.get(head["source"])
-    title = "  stages: blocks, microbatches in flight, peak memory"
+    chunks = head["chunks"]
+    part = f" (one of its {chunks} chunks: 1/{chunks})" if chunks > 1 else ""
+    title = f"  {_row_word(chunks)}s: blocks, microbatches in flight{part}, peak memory"
     if any(row["peak_bytes"] is not None for row in stages) and not differs:
         title += " (as predicted)"
     if source:
         title += f"; shares of step time,\n  {source}"
     return [title, *lay_table(columns, table)]
+
+
+def _row_word(chunks: int) -> str:
+    """Return what a row is: with chunks a place holds several stages."""
+    return "place" if chunks > 1 else "stage"
 
 
 def _ranks_of(row: Row, head: Row) -> str:
@@ -98,8 +105,8 @@ def _ranks_of(row: Row, head: Row) -> str:
     return f"{row['first_rank']}, {row['first_rank'] + head['pp']}..{last}"
 
 
-def _cell(value: int | None) -> str:
-    return "-" if value is None else f"{value:,}"
+def _cell(value: int | float | None) -> str:
+    return "-" if value is None else f"{round(value, 2):,}"
 
 
 def _first_and_last(blocks: str | None) -> str:
@@ -120,8 +127,9 @@ def _slowest(head: Row, stages: list[Row]) -> list[str]:
     worst = max(stages, key=lambda row: row["compute_s"])
     mean = sum(times) / len(times)
     return [
-        f"  slowest: stage {worst['stage']}, {format_seconds(worst['compute_s'])} of compute a "
-        f"step, {worst['compute_s'] / mean:.2f} times the mean"
+        f"  slowest: {_row_word(head['chunks'])} {worst['stage']}, "
+        f"{format_seconds(worst['compute_s'])} of compute a step, "
+        f"{worst['compute_s'] / mean:.2f} times the mean"
     ]
 
 
@@ -129,19 +137,20 @@ def replica_lines(sections: dict[str, list[Row]]) -> list[str]:
     """Say which ranks hold the same parameters: by stage, in one line if all is well."""
     rows, lines = sections["replicas"], []
     stages = {row["stage"] for row in rows}
+    word = _row_word(sections["pipeline"][0]["chunks"] if "pipeline" in sections else 1)
     equal = all(row["bitwise_equal"] for row in rows)
     if len(stages) > 1 and equal:
         ranks = max(row["ranks"] for row in rows)
         digests = ", ".join(row["params_sha256"][:8] for row in rows[:6])
         digests += ", ..." * (len(rows) > 6)
         lines.append(
-            f"replicas: parameters of each of {len(stages)} stages "
+            f"replicas: parameters of each of {len(stages)} {word}s "
             + (f"bitwise equal on its {ranks} ranks" if ranks > 1 else "on one rank, nothing to "
                "compare")
             + f" (sha256 {digests})"
         )  # fmt: skip
     for row in rows if len(stages) == 1 or not equal else ():
-        of = f"stage {row['stage']}: " if len(stages) > 1 else ""
+        of = f"{word} {row['stage']}: " if len(stages) > 1 else ""
         ranks = f"{row['ranks']} rank{plural(row['ranks'])}"
         if row["bitwise_equal"]:
             lines.append(

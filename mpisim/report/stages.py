@@ -14,7 +14,6 @@ Imported for pipelines only: this reads traces, so it needs NumPy.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -163,8 +162,8 @@ def _closed_form(layout: Layout) -> float | None:
     return None if found is None else float(found)
 
 
-def _in_flight(layout: Layout, place: int, plan: Plan | None) -> int | None:
-    """Return the most microbatches that a stage keeps, by its plan; without one, by schedule."""
+def _in_flight(layout: Layout, place: int, plan: Plan | None) -> int | float | None:
+    """Return the most microbatches that a rank keeps, by its plan; without one, by schedule."""
     if plan is not None:
         return in_flight(plan, place)
     try:
@@ -174,7 +173,8 @@ def _in_flight(layout: Layout, place: int, plan: Plan | None) -> int | None:
         )  # fmt: skip
     except MpisimError:  # a schedule of an extension that is not here
         return None
-    return math.ceil(line.in_flight[place])
+    most = line.in_flight[place]
+    return int(most) if most.denominator == 1 else float(most)
 
 
 # Times --------------------------------------------------------------------------------------------

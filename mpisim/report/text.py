@@ -86,9 +86,13 @@ def _head(run: Row) -> list[str]:
     hosts = f" on {run['hosts']} hosts" if run["hosts"] > 1 else ""
     wall = f", {format_seconds(run['wall_s'])} wall time" if run["wall_s"] is not None else ""
     steps = f"{made}" if made == planned else f"{made} of {planned}"
+    emulated = (
+        "emulated compute: ranks slept for their operations, numbers of the training are zeros"
+    )
     return [
         f"run {run['name']}: {run['ranks']} rank{plural(run['ranks'])}{hosts} "
         f"({run['transport']}), {steps} steps{wall}",
+        *[emulated] * run["emulated"],
         f"data: {run['data']}",
         f"started {run['started']}, " + (f"ended {run['ended']}" if run["ended"] else "not ended"),
     ]
@@ -165,6 +169,10 @@ def _losses(run: Row, sections: dict[str, list[Row]]) -> list[str]:
         lines += lay_table(columns, table)
     elif run["status"] == "done":
         lines.append("held out: nothing was held out")
+    for row in sections.get("pass", []):
+        top1 = "" if row["top1"] is None else f", top-1 {row['top1']:.1%}"
+        what = _PASSES.get(row["name"], row["name"])
+        lines.append(f"  {what}: held-out loss {_number(row['loss'])}{top1}")
     baselines = sections.get("baseline", [])
     if baselines:
         split = {"heldout": "held-out", "train": "training"}.get(baselines[0]["measured_on"], "")
@@ -180,6 +188,13 @@ def _losses(run: Row, sections: dict[str, list[Row]]) -> list[str]:
             ],
         )  # fmt: skip
     return lines
+
+
+_PASSES = {
+    "base": "without compressors, before the first step",
+    "calibrated": "with compressors, before the first step",
+    "trained": "with compressors, at the end",
+}
 
 
 def _number(value: float | None) -> str:

@@ -9,6 +9,7 @@ from mpisim.config.effects import settings_without_effect
 from mpisim.config.schema import RunConfig
 from mpisim.launch import Job
 from mpisim.layouts.metrics import STALL_CAUSES
+from mpisim.mesh import stages_text
 from mpisim.plan.build import Plan
 from mpisim.train.setup import Setup
 from mpisim.units import format_bytes
@@ -162,7 +163,7 @@ def _pipeline(config: RunConfig, plan: Plan) -> str:
     counts = ", ".join("+".join(map(str, cut)) for cut in cuts)
     where = "stage" if parallel.chunks == 1 else "place, chunk by chunk,"
     text = (
-        f"pipeline: schedule {parallel.schedule}, {len(plan.stages)} stages, "
+        f"pipeline: schedule {parallel.schedule}, {stages_text(plan.mesh.pp, parallel.chunks)}, "
         f"{config.train.num_microbatches} microbatches; blocks per {where} {counts}"
     )
     codecs = {"activations": compression.activations, "gradients": compression.grads}

@@ -15,9 +15,10 @@ from mpisim.cost.price import message_bytes
 from mpisim.cost.simulate import Link, simulate_plan
 from mpisim.errors import ConfigError, MpisimError
 from mpisim.layouts.specs import BlockSpec
+from mpisim.mesh import stages_text
 from mpisim.plan.build import Plan
 from mpisim.plan.check_pipeline import in_flight
-from mpisim.plan.grid import draw_grid, lay_out
+from mpisim.plan.grid import draw_grid, flight_note, lay_out
 from mpisim.plan.ops import (
     Backward,
     BackwardInput,
@@ -64,8 +65,7 @@ def view_plan(config: RunConfig, ranks: int) -> PlanView:
     if mesh.pp == 1:
         title = f"accumulation: {_count(mesh.size, 'rank')}, {_count(micros, 'microbatch')}"
         return PlanView(plan, title, plan_text(plan), "")
-    chunks = f" of {config.parallel.chunks} chunks" if config.parallel.chunks > 1 else ""
-    title = f"{config.parallel.schedule}: {mesh.pp} ranks deep{chunks}, "
+    title = f"{config.parallel.schedule}: {stages_text(mesh.pp, len(plan.stages) // mesh.pp)}, "
     title += _count(micros, "microbatch") + (f", {mesh.dp} replicas" if mesh.dp > 1 else "")
     parts = [title, "", draw_grid(plan), "", *_stage_lines(setup, plan), "", *_idle_lines(setup)]
     return PlanView(plan, title, plan_text(plan), "\n".join(parts))
@@ -81,7 +81,7 @@ def _stage_lines(setup: Setup, plan: Plan) -> list[str]:
     rows = max(max(counts) for counts in plan.rows)
     costs = dict(zip(plan.blocks, block_costs(setup.specs(rows)), strict=True))
     total = sum(costs.values())
-    table = [("rank", "parameters", "share of cost", "microbatches alive", "blocks")]
+    table = [("rank", "parameters", "share of cost", "in flight", "blocks")]
     for rank in range(plan.mesh.pp):
         names = ["rank", *map(str, plan.mesh.group(rank, "dp"))]
         table.append(
@@ -89,7 +89,7 @@ def _stage_lines(setup: Setup, plan: Plan) -> list[str]:
                 ", ".join(names[1:4]) + (" .." if len(names) > 4 else ""),
                 f"{sum(bucket.count for bucket in plan.rank_buckets(rank)):,}",
                 f"{sum(costs[block] for block in plan.rank_blocks(rank)) / total:.1%}",
-                str(in_flight(plan, rank)),
+                f"{round(in_flight(plan, rank), 2):,}",
                 " | ".join(map(_span, plan.chunks(rank))),
             )
         )
@@ -98,7 +98,7 @@ def _stage_lines(setup: Setup, plan: Plan) -> list[str]:
     for row in table:
         numbers = [text.rjust(width) for text, width in zip(row, widths, strict=True)][1:-1]
         lines.append("  " + "  ".join([row[0].ljust(widths[0]), *numbers, row[-1]]))
-    return lines
+    return [*lines, f"  {flight_note(len(plan.stages) // plan.mesh.pp)}"]
 
 
 def _span(blocks: tuple[str, ...]) -> str:
@@ -148,18 +148,15 @@ def _replay_flops(setup: Setup, spec: BlockSpec) -> int:
     return spec.forward_flops if full else spec.interior_flops
 
 
-def write_picture(view: PlanView, out: Path) -> None:
-    """Draw the grid of a plan into a PNG file, with the script plots/plan.py.
+def require_picture(out: Path) -> None:
+    """Require what `write_picture` needs, before anything else is done.
 
     Raises
     ------
     ConfigError
-        The script is not there, or what it draws with is not installed.
-    MpisimError
-        It failed; the text is its own.
+        The script is not there, what it draws with is not installed, or the file cannot be written.
     """
-    root = Path(mpisim.__file__).parents[1]
-    script = root / "plots" / "plan.py"
+    script = _script()
     if not script.is_file():
         raise ConfigError(
             f"pictures must be drawn from a checkout, where plots/ is; got no {script}. Write the "
@@ -169,6 +166,35 @@ def write_picture(view: PlanView, out: Path) -> None:
         raise ConfigError(
             "pictures must have matplotlib; got none installed. Install mpisim[plots]."
         )
+    # What is drawn lies beside the file until it is whole.
+    part = out.with_name(out.name + ".part")
+    try:
+        part.open("ab").close()
+        part.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"a picture must go into a folder that exists and can be written to; got {out} "
+            f"({error.strerror}). Make the folder, or name another file."
+        ) from None
+
+
+def _script() -> Path:
+    return Path(mpisim.__file__).parents[1] / "plots" / "plan.py"
+
+
+def write_picture(view: PlanView, out: Path) -> None:
+    """Draw the grid of a plan into a PNG file, with the script plots/plan.py.
+
+    Raises
+    ------
+    ConfigError
+        See `require_picture`.
+    MpisimError
+        The script failed; the text is its own.
+    """
+    require_picture(out)
+    script = _script()
+    root = script.parents[1]
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, str(script), "-", "--out", str(out), "--title", view.title],

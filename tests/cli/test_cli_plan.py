@@ -12,6 +12,7 @@ import pytest
 from mpisim.cli import main
 from mpisim.config import load_config
 from mpisim.plan.text import parse_plan, plan_text
+from mpisim.planner.text import _cells
 from mpisim.train.overview import op_flops
 from mpisim.train.setup import Setup
 
@@ -82,6 +83,38 @@ def test_nothing_fits_is_status_1(config, capsys):
     assert "run it" not in out and err == ""
 
 
+def test_the_search_of_a_pipeline_says_what_it_leaves_as_it_is(pipeline, capsys):
+    """Every block is a bucket there, whatever the bucket size; stages are those of the config."""
+    words = [
+        "--set", "parallel.schedule=interleaved", "--set", "parallel.chunks=2", "--set",
+        "model.num_blocks=8", "--no-data",
+    ]  # fmt: skip
+    assert main(["plan", str(pipeline), "--ranks", "8", "--budget", "1GiB", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(
+        "8 ranks (dp 2 x pp 4, interleaved, 8 stages on 4 places of axis pp, 2 chunks each), "
+        "1.00 GiB each ("
+    )
+    head = lines.index("fit, best first:") + 1
+    column = lines[head].index("bucket") + len("bucket")
+    assert {line[column - 8 : column] for line in lines[head + 1 : head + 9]} == {"by block"}
+    words += ["--json", "--budget", "1GiB"]
+    assert main(["plan", str(pipeline), "--ranks", "8", *words]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {(row["pp"], row["schedule"], row["chunks"]) for row in rows} == {(4, "interleaved", 2)}
+
+
+def test_the_search_without_stages_says_its_buckets(config, capsys):
+    assert main(["plan", str(config), "--ranks", "2", "--budget", "1MiB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("2 ranks, 1.00 MiB each (")
+    words = ["--budget", "1MiB", "--json", "--set", "parallel.bucket_bytes=300000"]
+    assert main(["plan", str(config), "--ranks", "2", *words]) == 0
+    shown = {(row["zero"], _cells(row)[3]) for row in json.loads(capsys.readouterr().out)}
+    assert {zero for zero, _ in shown} == {0, 1, 2, 3}
+    assert all((size == "by block") == (zero == 3) for zero, size in shown), shown
+
+
 def test_write_and_run_what_it_says(config, tmp_path, capsys):
     path = tmp_path / "best.toml"
     words = ["plan", str(config), "--ranks", "2", "--budget", "160KiB", "--write", str(path)]
@@ -116,6 +149,7 @@ def test_help_explains_the_search_and_the_commands(capsys):
     assert main(["plan", "--help"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "mpisim plan CONFIG --ranks N [--budget SIZE]" in out
+    assert "parallel.pp, schedule, chunks and split are not searched" in out
     for word in ("--budget SIZE", "--precision [keep|if-needed|any]", "--write FILE", "--no-data"):
         assert word in out
     for command in ("check Prove the plan", "search Search a layout", "show Print the plan"):
@@ -161,7 +195,7 @@ def test_a_pipeline_is_shown_as_a_grid(pipeline, capsys):
     assert main(["plan", "show", str(pipeline), "--ranks", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
-    assert lines[0] == "1f1b: 4 ranks deep, 4 microbatches"
+    assert lines[0] == "1f1b: 4 stages, 4 microbatches"
     assert lines[2:7] == [
         "  slot    0  1  2  3  4  5  6  7  8  9  10 11 12 13",
         "  rank 0  F0 F1 F2 F3 .  .  .  B0 .  B1 .  B2 .  B3",
@@ -178,6 +212,7 @@ def test_a_pipeline_is_shown_as_a_grid(pipeline, capsys):
         assert int(row[1].replace(",", "")) == held
         assert row[3] == str(4 - rank)
         assert row[4] == plan.rank_blocks(rank)[0] and row[-1] == plan.rank_blocks(rank)[-1]
+    assert lines[table + 5] == "  in flight: most microbatches whose activations a rank keeps"
     assert sum(float(row[2].rstrip("%")) for row in rows) == pytest.approx(100, abs=0.3)
     assert "  idle in this grid: 3/7 = 42.9%" in lines
     assert any(line.startswith("  predicted stall share: ") for line in lines)
@@ -246,7 +281,10 @@ def test_the_ops_of_a_pipeline_are_read_back(pipeline, tmp_path, capsys):
     del lines[next(n for n, line in enumerate(lines) if "RecvGrad" in line)]
     path.write_text("\n".join(lines) + "\n")
     assert main(["plan", "check", str(path)]) == 1
-    assert "backward must follow the backward of the block after" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "backward must follow the receive of the gradient of block block1, which rank 1" in err
+    last = err.splitlines()[-1]
+    assert last == "mpisim: Add RecvGrad boundary=0 micro=0 peer=1 before it."
 
 
 def test_chunks_and_replicas_are_shown(pipeline, capsys):
@@ -257,7 +295,14 @@ def test_chunks_and_replicas_are_shown(pipeline, capsys):
     words = [part for word in words for part in ("--set", word)]
     assert main(["plan", "show", str(pipeline), "--ranks", "8", *words]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("interleaved: 4 ranks deep of 2 chunks, 4 microbatches, 2 replicas\n")
+    assert out.startswith(
+        "interleaved: 8 stages on 4 places of axis pp, 2 chunks each, 4 microbatches, 2 replicas\n"
+    )
+    # A group of four, and of the next forward one per rank that lies before: not rounded up.
+    for rank in range(4):
+        most = min(2 * (4 - rank - 1) + 4 + 1, 8) / 2
+        assert re.search(rf"^  {rank}, {rank + 4} +[\d,]+ +\S+ +{most:g}  ", out, re.MULTILINE)
+    assert "a rank keeps; one of its 2 chunks counts 1/2\n" in out
     assert "  ranks 3, 7  .   .   .   F0a" in out and "a, b: chunk of the rank" in out
     assert re.search(r"^  0, 4 .* \| ", out, flags=re.MULTILINE)
 
@@ -271,9 +316,7 @@ def test_a_picture_is_written_where_it_is_asked_for(pipeline, tmp_path, capsys, 
     assert main(["plan", "show", str(pipeline), "--ranks", "4", "--png", str(out)]) == 0
     printed = capsys.readouterr()
     assert printed.out.splitlines()[-1] == f"wrote {out}" and printed.err == ""
-    assert [(view.title, path) for view, path in calls] == [
-        ("1f1b: 4 ranks deep, 4 microbatches", out)
-    ]
+    assert [(view.title, path) for view, path in calls] == [("1f1b: 4 stages, 4 microbatches", out)]
 
 
 def test_a_picture_without_the_scripts_or_their_library_is_refused(
@@ -293,3 +336,33 @@ def test_a_picture_without_the_scripts_or_their_library_is_refused(
     assert main(words) == 2
     assert "drawn from a checkout, where plots/ is" in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize("name", ["no folder/x.png", "run.toml/x.png", "x" * 300 + ".png"])
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_printed(
+    pipeline, tmp_path, capsys, monkeypatch, name
+):
+    """No folder, no folder but a file, and a folder that refuses the file."""
+    from mpisim.train import overview
+
+    (tmp_path / "run.toml").write_text("")
+    monkeypatch.setattr(overview, "view_plan", lambda *_: pytest.fail("too late"))
+    out = tmp_path / name
+    before = sorted(tmp_path.iterdir())
+    assert main(["plan", "show", str(pipeline), "--ranks", "4", "--png", str(out)]) == 2
+    said = complaint(capsys)
+    assert said.startswith(
+        f"a picture must go into a folder that exists and can be written to; got {out} ("
+    )
+    assert said.endswith("). Make the folder, or name another file.") and "Errno" not in said
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_asking_whether_a_picture_can_be_written_leaves_nothing(tmp_path):
+    from mpisim.train.overview import require_picture
+
+    out = tmp_path / "x.png"
+    out.write_bytes(b"a picture of before")
+    require_picture(out)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.png"]
+    assert out.read_bytes() == b"a picture of before"

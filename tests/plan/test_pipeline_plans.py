@@ -234,7 +234,13 @@ def test_interleaving_keeps_chunks_of_a_group_and_the_way_to_the_last_stage(pp, 
     plan = pipeline_plan(pp, groups * pp, "interleaved")
     for rank in range(pp):
         chunks = min(2 * (pp - rank - 1) + pp + 1, 2 * groups * pp)
-        assert in_flight(plan, rank) == -(-chunks // 2)
+        assert in_flight(plan, rank) == chunks / 2
+    # A whole number is written as one.
+    assert isinstance(in_flight(plan, 0), int) == (chunks_of_first(pp, groups) % 2 == 0)
+
+
+def chunks_of_first(pp, groups):
+    return min(3 * pp - 1, 2 * groups * pp)
 
 
 # --- messages that are refused ---------------------------------------------------------------
@@ -284,14 +290,47 @@ def swapped(plan, one, two, ranks):
 
 def test_a_removed_receive_of_an_activation_is_refused():
     plan = removed(PLAN, recv(1), ranks=[1])
-    rule = "forward must follow the forward of the block before"
+    rule = (
+        r"forward must follow the receive of the output of block block0, which rank 0 sends; "
+        r"got rank 1:\n(.*\n)+Add RecvActivation boundary=0 micro=1 peer=0 before it\.$"
+    )
     refused(plan, rule, op="Forward block=block1 micro=1 keep=all", ranks=[1])
 
 
 def test_a_removed_receive_of_a_gradient_is_refused():
     plan = removed(PLAN, recv_grad(1), ranks=[0])
-    rule = "backward must follow the backward of the block after"
+    rule = (
+        r"backward must follow the receive of the gradient of block block1, which rank 1 sends; "
+        r"got rank 0:\n(.*\n)+Add RecvGrad boundary=0 micro=1 peer=1 before it\.$"
+    )
     refused(plan, rule, op="Backward block=block0 micro=1", ranks=[0])
+
+
+@pytest.mark.parametrize(
+    ("rank", "op", "behind"),
+    [(0, recv_grad(1), Backward("block0", 1)), (1, recv(1), Forward("block1", 1))],
+)
+def test_a_receive_behind_what_reads_it_is_to_be_moved_up(rank, op, behind):
+    def edit(ops):
+        ops.remove(op)
+        ops.insert(ops.index(behind) + 1, op)
+
+    place = op_text(op).split(" shape")[0]
+    refused(
+        edited(PLAN, edit, [rank]), rf"must follow the receive(.*\n)+Move up {place} before it\.$",
+        op=op_text(behind), ranks=[rank],
+    )  # fmt: skip
+
+
+def test_a_missing_receive_of_another_replica_and_chunk_names_its_own_sender():
+    """Rank 2 of a second replica holds stages 0 and 2; stages 1 and 3 are on rank 3."""
+    plan = pipeline_plan(2, 2, "interleaved", dp=2)
+    for kind, tensor, boundary in ((RecvActivation, "output", 1), (RecvGrad, "gradient", 2)):
+        lost = next(op for op in plan.ranks[2] if isinstance(op, kind) and op.boundary == boundary)
+        assert lost.peer == 3
+        remedy = rf"Add {kind.__name__} boundary={boundary} micro={lost.micro} peer=3 before it"
+        rule = rf"receive of the {tensor} of block \w+, which rank 3 sends(.*\n)+{remedy}"
+        refused(removed(plan, lost, ranks=[2]), rule, ranks=[2])
 
 
 def test_a_removed_send_leaves_the_receiver_with_the_next_one():
@@ -342,6 +381,12 @@ def test_a_receive_of_something_else_is_refused_with_both_ranks(rank, op, wrong)
     other = send(0) if rank else send_grad(0)
     assert sorted(marked) == sorted(
         [(str(rank), op_text(replace(op, **wrong))), (str(1 - rank), op_text(other))]
+    )
+    (what,) = wrong
+    assert text.splitlines()[-1] == (
+        "Send and receive the microbatches in the same order, each once."
+        if what == "micro"
+        else f"Give both ends one {what}."
     )
 
 
@@ -419,7 +464,8 @@ def test_a_message_to_oneself_or_to_nobody_is_refused(peer):
     for old in (recv_grad(0), op):
         wrong = replace(old, peer=peer)
         plan = replaced(PLAN, old, wrong, ranks=[0])
-        refused(plan, r"another rank in 0\.\.1", op=op_text(wrong), ranks=[0])
+        rule = rf"another rank in 0\.\.1; got peer={peer} on rank 0:\n(.*\n)+Name the rank of its"
+        refused(plan, rule, op=op_text(wrong), ranks=[0])
 
 
 @pytest.mark.parametrize("op", [send(0), recv_grad(0)])
@@ -432,10 +478,19 @@ def test_a_message_to_another_replica_is_refused(op, peer):
     plan = replaced(plan, op, wrong, ranks=[0])
     if isinstance(op, RecvGrad) and peer:
         # Nobody sends there: whoever is drawn, it is no wrong tensor.
-        with pytest.raises(DeadlockError, match="for ever"):
+        with pytest.raises(DeadlockError, match="for ever") as caught:
             check_plan(plan)
+        last = str(caught.value).splitlines()[-1]
+        assert last == f"Set peer=1 in {op_text(wrong)} of rank 0: that rank holds block block1."
         return
-    refused(plan, "the other side must be ", op=op_text(wrong), ranks=[0])
+    if isinstance(op, RecvGrad):
+        refused(plan, "must be another rank", op=op_text(wrong), ranks=[0])
+        return
+    rule = (
+        rf"the other side must be rank 1, which holds block block1; got peer={peer} on rank 0:\n"
+        r"(.*\n)+Set peer=1\.$"
+    )
+    refused(plan, rule, op=op_text(wrong), ranks=[0])
 
 
 @pytest.mark.parametrize(("rank", "op"), [(1, recv(0)), (0, recv_grad(0))])
@@ -880,6 +935,13 @@ def test_two_ranks_that_receive_first_are_a_circle():
         f"  rank 1 in {op_text(recv(0))} waits for rank 0",
     ]
     refused(plan, "for ever", ranks=[0, 1], error=DeadlockError)
+    with pytest.raises(DeadlockError) as caught:
+        check_plan(plan)
+    assert str(caught.value).splitlines()[-2:] == [
+        "Order forwards and backwards so that no rank of the circle waits before it has made what "
+        "the others wait for (first stuck: rank 0):",
+        "a forward comes after that of the stage before, a backward after that of the stage after.",
+    ]
 
 
 def at_once(plan):
@@ -949,6 +1011,9 @@ def test_an_exchange_before_the_other_stage_has_its_gradients_is_a_circle():
         f"  rank 0 in {op_text(recv_grad(2))} waits for rank 1",
         f"  rank 1 in {op_text(op)} waits for rank 0",
     ]
+    # It is no forward or backward that stands in the way.
+    rule = r"Give all ranks the same order of collectives and messages \(first stuck: rank 0\)\.$"
+    refused(plan, rule, ranks=[0, 1], error=DeadlockError)
 
 
 @pytest.mark.parametrize(

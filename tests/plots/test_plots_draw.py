@@ -231,7 +231,7 @@ def test_every_kind_of_op_has_a_colour_and_a_label(plots):
     computing = set(OP_TYPES) - expanded - {op.__name__ for op in WAIT_AXIS}
     drawn = {module.DRAWN_AS.get(kind, kind) for kind in computing}
     assert drawn <= set(common.OP_COLOURS)
-    assert set(common.OP_COLOURS) == set(module.KIND_LABELS)
+    assert set(common.OP_COLOURS) == set(common.KIND_LABELS)
     assert set(common.WAIT_COLOURS) == set(module.WAIT_LABELS)
     assert set(WAIT_AXIS.values()) <= set(module.WAIT_LABELS)
 
@@ -501,17 +501,36 @@ def lab(colour, vision):
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
+SPLIT_KINDS = ("Forward", "Backward", "BackwardInput", "BackwardWeight")
+
+
+def test_chunks_are_shades_from_the_colour_of_the_kind_on(plots):
+    common = plots("common")
+    for kind in SPLIT_KINDS:
+        shades = [common.kind_colour(kind, chunk, 4) for chunk in range(4)]
+        assert shades[0] == common.kind_colour(kind) == common.OP_COLOURS[kind]
+        light = [lab(shade, "normal")[0] for shade in shades]
+        steps = np.diff(light)
+        assert (steps > 1).all() or (steps < -1).all()
+    assert common.kind_colour("Recompute", 1, 2) == common.OP_COLOURS["Recompute"]
+
+
 @pytest.mark.parametrize("vision", VISION)
 def test_colours_of_one_picture_can_be_told_apart(plots, vision):
     common = plots("common")
+    timeline = [
+        *common.OP_COLOURS.values(),
+        *common.WAIT_COLOURS.values(),
+        *plots("timeline").BUCKET_COLOURS,
+        plots("timeline").SCALARS_COLOUR,
+        plots("timeline").PARAMS_COLOUR,
+    ]
+    # Of the last of several chunks; that of the first is among those of ops. No schedule of ours
+    # has whole backwards and halves in the same chunk.
+    last = {kind: common.kind_colour(kind, 1, 2) for kind in SPLIT_KINDS}
     palettes = {
-        "timeline": [
-            *common.OP_COLOURS.values(),
-            *common.WAIT_COLOURS.values(),
-            *plots("timeline").BUCKET_COLOURS,
-            plots("timeline").SCALARS_COLOUR,
-            plots("timeline").PARAMS_COLOUR,
-        ],
+        "whole backwards": [*timeline, *(last[kind] for kind in ("Forward", "Backward"))],
+        "halves": [*timeline, *(last[kind] for kind in SPLIT_KINDS if kind != "Backward")],
         "stalls": [*common.STALL_COLOURS.values()],
         "memory": [*common.MEMORY_COLOURS.values()],
         "bars": [common.MEASURED, common.PREDICTED],
@@ -584,6 +603,27 @@ def test_neighbours_of_one_microbatch_are_one_cell(plots, figure):
     module.draw(figure, module.Timeline("title", [lane], bubble=0.25))
     assert [text.get_text() for text in figure.axes[0].texts] == ["3b", "3b"]
     assert "equal stages by the schedule: 25% idle" in figure.get_suptitle()
+
+
+def test_timeline_of_chunks_names_places_and_letters(plots, figure):
+    """Several stages of a rank: it is named by its place; chunks by letter and shade."""
+    module, common = plots("timeline"), plots("common")
+    ops = [(0.0, 4.0, "Forward", "block0"), (4.0, 8.0, "Forward", "block5"),
+           (8.0, 9.0, "Recompute", "block5")]  # fmt: skip
+    cells = [(0.0, 4.0, "Forward", "0a"), (4.0, 8.0, "Forward", "0b")]
+    lane = module.Lane(1, ops=ops, stage=1, cells=cells)
+    module.draw(
+        figure,
+        module.Timeline("t", [lane], bubble=0.1, chunks={"block0": 0, "block5": 1}, num_chunks=2),
+    )
+    (ax,) = figure.axes
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["rank 1\nplace 1"]
+    assert legend_texts(figure) == ["forward, chunk a", "forward, chunk b", "recompute"]
+    assert figure.get_suptitle().endswith("\nnumbers: microbatches, letters: chunks of the rank")
+    assert [(text.get_text(), text.get_color()) for text in ax.texts] == [
+        ("0a", common.ink(common.kind_colour("Forward", 0, 2))),
+        ("0b", common.ink(common.kind_colour("Forward", 1, 2))),
+    ]
 
 
 def test_timeline_tells_a_wait_for_a_message_from_one_for_a_send(plots, figure):

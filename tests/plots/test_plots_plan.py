@@ -61,7 +61,9 @@ def test_cells_lie_in_their_slots(plots, figure):
     module.draw(figure, module.load(view.plan, view.title))
     (ax,) = figure.axes
     found = cells_of(ax)
-    forward, backward = to_rgb(module.COLOURS["F"]), to_rgb(module.COLOURS["B"])
+    forward, backward = (
+        to_rgb(plots("common").OP_COLOURS[kind]) for kind in ("Forward", "Backward")
+    )
     rows = [
         "FFFF...BFBFBFBFB.B.B.B", ".FFF..BFBFBFBFBFB.B.B.", "..FF.BFBFBFBFBFBFB.B..",
         "...FBFBFBFBFBFBFBFB...",
@@ -84,13 +86,13 @@ def test_cells_lie_in_their_slots(plots, figure):
     assert len(numbers) == 64
     assert [numbers[0, slot] for slot in (0, 3, 7, 8, 21)] == ["0", "3", "0", "4", "7"]
     title = figure.get_suptitle()
-    assert title.startswith("1f1b: 4 ranks deep, 8 microbatches\n")
+    assert title.startswith("1f1b: 4 stages, 8 microbatches\n")
     assert "3/11 of the slots are idle (27.3%)" in title
     labels = [label.get_text() for label in ax.get_yticklabels()]
     assert labels == ["rank 0", "rank 1", "rank 2", "rank 3"]
     (right,) = ax.child_axes
     assert [label.get_text() for label in right.get_yticklabels()] == [
-        "4 alive", "3 alive", "2 alive", "1 alive",
+        "4 in flight", "3 in flight", "2 in flight", "1 in flight",
     ]  # fmt: skip
 
 
@@ -120,23 +122,88 @@ def test_messages_across_all_rows_are_left_out(plots):
     (ax,) = fig.axes
     lines = [s for c in ax.collections if isinstance(c, LineCollection) for s in c.get_segments()]
     assert len(lines) == sum(abs(a - b) == 1 for a, b, _ in data.messages)
+    said = (
+        "messages between rows that are not neighbours (last rank to first, and back) are not drawn"
+    )
+    assert fig.get_suptitle().splitlines()[-1] == said
+
+
+@pytest.mark.parametrize(("schedule", "pp"), [("1f1b", 4), ("interleaved", 2)])
+def test_where_all_messages_are_drawn_nothing_else_is_said(plots, figure, schedule, pp):
+    """On two ranks the last one is the neighbour of the first."""
+    module = plots("plan")
+    data = module.load(made(schedule, pp, 4).plan)
+    module.draw(figure, data)
+    lines = [c for c in figure.axes[0].collections if isinstance(c, LineCollection)]
+    assert sum(len(c.get_segments()) for c in lines) == len(data.messages)
+    assert "not drawn" not in figure.get_suptitle()
+
+
+def test_halves_of_microbatches_in_flight_are_shown(plots):
+    """Interleaved, four ranks: 2 (4 - i - 1) + 4 + 1 chunks of two."""
+    data = plots("plan").load(made("interleaved", 4, 8).plan)
+    assert data.notes == [f"{half} in flight" for half in ("5.5", "4.5", "3.5", "2.5")]
+    with matplotlib.style.context(plots("common").STYLE):
+        fig = Figure()
+        plots("plan").draw(fig, data)
+    assert (
+        "in flight: most microbatches whose activations a rank keeps; one of its 2 chunks counts"
+        in (fig.get_suptitle())
+    )
+    texts = {text.get_text() for text in fig.axes[0].texts}
+    assert texts == {f"{micro}{chunk}" for micro in range(8) for chunk in "ab"}
 
 
 def test_every_kind_of_cell_has_its_own_colour_and_label(plots, figure):
     module = plots("plan")
-    colours = [module._colour(letter, chunk, 2) for letter in "FBW" for chunk in (0, 1)]
-    for one, two in itertools.combinations(colours, 2):
-        assert max(abs(a - b) for a, b in zip(one, two, strict=True)) > 0.15
     module.draw(figure, module.load(made("interleaved", 2, 2).plan))
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [
-        "forward, chunk 0", "forward, chunk 1", "backward, chunk 0", "backward, chunk 1", "idle",
+        "forward, chunk a", "forward, chunk b", "backward, chunk a", "backward, chunk b", "idle",
         "activation", "gradient",
     ]  # fmt: skip
     fig = Figure()
     module.draw(fig, module.load(made("zb-h1", 2, 2).plan))
     texts = [text.get_text() for text in fig.legends[0].get_texts()]
-    assert texts[:3] == ["forward", "backward, input half", "its weight half"]
+    assert texts[:3] == ["forward", "backward, input half", "backward, weight half"]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
+def test_the_plan_has_the_colours_of_the_timeline(plots, figure, schedule):
+    """One legend: what a colour means in the one picture it means in the other."""
+    view = made(schedule, 2, 2)
+    plots("plan").draw(figure, plots("plan").load(view.plan))
+    timeline, other = plots("timeline"), Figure()
+    chunks = {b: c for rank in (0, 1) for c, bs in enumerate(view.plan.chunks(rank)) for b in bs}
+    ops = [
+        (float(n), n + 1.0, type(op).__name__, op.block)
+        for n, op in enumerate(
+            op for op in view.plan.ranks[0] if type(op).__name__ in timeline.OP_COLOURS
+            and hasattr(op, "block")
+        )
+    ]  # fmt: skip
+    lane = timeline.Lane(0, ops=ops, stage=0)
+    timeline.draw(
+        other, timeline.Timeline("t", [lane], chunks=chunks, num_chunks=max(chunks.values()) + 1)
+    )
+    legends = []
+    for fig in (figure, other):
+        (legend,) = fig.legends
+        pairs = zip(legend.get_texts(), legend.legend_handles, strict=True)
+        legends.append(
+            {t.get_text(): h.get_facecolor() for t, h in pairs if "ward" in t.get_text()}
+        )
+    assert (
+        legends[0] == legends[1]
+        and len(legends[0]) == {"1f1b": 2, "interleaved": 4, "zb-h1": 3}[schedule]
+    )
+    # The bars themselves, too.
+    (bars,) = [c for c in other.axes[0].collections if isinstance(c, PolyCollection)
+               and len(c.get_paths()) == len(ops)]  # fmt: skip
+    drawn = {tuple(colour) for colour in bars.get_facecolor()}
+    assert drawn == {tuple(colour) for colour in legends[1].values()}
+    cells = {colour for colour, _, _ in cells_of(figure.axes[0])}
+    assert cells == {tuple(colour[:3]) for colour in legends[0].values()}
 
 
 @pytest.mark.parametrize(
@@ -240,5 +307,6 @@ def test_plan_show_draws_it(tmp_path, capsys):
     assert matplotlib.image.imread(out).shape[1] >= 800
     out = tmp_path / "no folder" / "plan.png"
     words = ["plan", "show", str(config), "--ranks", "2", "--png", str(out)]
-    assert main(words) == 1
-    assert "No such file" in capsys.readouterr().err
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and "No such file" in printed.err

@@ -14,9 +14,17 @@ from mpisim.cost.bubbles import closed_form
 from mpisim.layouts.metrics import CHANNELS
 from mpisim.report import export_perfetto, report_rows, report_text
 from mpisim.report.compare import compare_rows, compare_text
-from mpisim.report.load import layout_of, load_run
+from mpisim.report.load import Layout, layout_of, load_run
 from mpisim.report.perfetto import event_lines
-from mpisim.report.stages import RankTimes, _replay, _traced_plan, rank_times, stage_blocks
+from mpisim.report.stage_text import pipeline_lines, replica_lines
+from mpisim.report.stages import (
+    RankTimes,
+    _in_flight,
+    _replay,
+    _traced_plan,
+    rank_times,
+    stage_blocks,
+)
 from mpisim.report.traces import (
     expand_stage_messages,
     read_traces,
@@ -132,6 +140,37 @@ def test_the_table_of_stages(stage_run):
     assert "(as predicted)" in "".join(lines)
     assert lines[-1].startswith("  slowest: stage ")
     assert max(map(len, report_text(stage_run).splitlines())) <= 120
+
+
+def test_the_table_of_places_with_chunks(stage_run):
+    """A place holds several stages; a microbatch that is kept in one of two chunks is half."""
+    rows = report_rows(stage_run)
+    sections = {name: section(rows, name) for name in ("pipeline", "stages", "replicas")}
+    sections["pipeline"][0].update(schedule="interleaved", chunks=2)
+    for row, most in zip(sections["stages"], (2.5, 5 / 3), strict=True):
+        row.update(in_flight=most, blocks="embed,block0 + head")
+    lines = pipeline_lines({}, sections)
+    assert lines[0] == (
+        "pipeline: interleaved, 4 stages on 2 places of axis pp, 2 chunks each, 4 microbatches, "
+        "dp 2"
+    )
+    title = next(line for line in lines if "peak memory" in line)
+    assert title.startswith("  places: blocks, microbatches in flight (one of its 2 chunks: 1/2), ")
+    names = next(n for n, line in enumerate(lines) if line.startswith("  place "))
+    for line, place, most in zip(lines[names + 1 : names + 3], "01", ("2.5", "1.67"), strict=True):
+        assert line.split()[0] == place and f"embed..block0 + head  {most:>9}" in line
+    assert lines[-1].startswith("  slowest: place ")
+    assert "of each of 2 places bitwise equal on its 2" in replica_lines(sections)[0]
+
+
+def test_without_a_plan_microbatches_in_flight_are_those_of_the_schedule():
+    def most(schedule, chunks):
+        layout = Layout(1, 4, schedule, chunks, 8, "none", "none")
+        return [_in_flight(layout, place, None) for place in range(4)]
+
+    assert most("interleaved", 2) == [5.5, 4.5, 3.5, 2.5]
+    assert json.dumps(most("1f1b", 1)) == "[4, 3, 2, 1]"
+    assert most("of an extension", 1) == [None] * 4
 
 
 def test_a_stage_whose_peak_differs_is_marked(stage_copy, edit_json):

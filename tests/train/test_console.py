@@ -51,8 +51,9 @@ def test_chunks_and_codecs_are_said(capsys):
         compression={"activations": "int8", "grads": "bf16"},
     )[1]
     assert line == (
-        "pipeline: schedule interleaved, 4 stages, 4 microbatches; blocks per place, chunk by "
-        "chunk, 1+2, 2+1; activations as int8, gradients as bf16"
+        "pipeline: schedule interleaved, 4 stages on 2 places of axis pp, 2 chunks each, "
+        "4 microbatches; blocks per place, chunk by chunk, 1+2, 2+1; activations as int8, "
+        "gradients as bf16"
     )
 
 
