@@ -518,7 +518,6 @@ def test_the_codec_itself_is_a_good_one(tmp_path, earlier, kind):
     """What the bad ones are made from."""
     over = start_over(earlier, tmp_path, kind)
     assert tree(over) != tree(earlier)
-"""To append to tests/train/test_extensions.py once bugs 1-3 are fixed."""
 
 
 BAD_SIZES = [

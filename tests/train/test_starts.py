@@ -494,9 +494,6 @@ def test_the_digest_of_a_pipeline_is_that_of_one_process(tmp_path):
     assert len(set(found)) == 1
 
 
-"""To append to tests/train/test_starts.py once bugs 5, 7 and 8 are fixed."""
-
-
 def test_nor_what_a_link_within_its_folder_names(tmp_path, earlier):
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "weights").symlink_to(earlier / "weights")
