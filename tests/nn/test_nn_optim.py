@@ -276,3 +276,21 @@ def test_clip_coefficient_is_one_at_or_below_the_limit():
     assert clip_coefficient(1.0, 1.0) == clip_coefficient(0.0, 1.0) == 1.0
     assert clip_coefficient(100.0, 0.0) == 1.0
     assert clip_coefficient(4.0, 1.0) == 0.25
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_c114_momentum_of_a_part_is_updated_in_place(steps):
+    """C114: momentum 1, decay 0.9, gradient 1: it stays 1, and a frozen part stays as it is."""
+    param, grad = np.zeros(8), np.ones(8)
+    m, v = np.ones(8), np.ones(8)
+    part = slice(2, 5)
+    for step in range(1, steps + 1):
+        adamw_update(param[part], grad[part], m[part], v[part], step=step, **ADAMW)
+    # On a copy of the part the gradient would be lost, and 0.9, 0.81, ... left.
+    assert m[part].tolist() == pytest.approx([1.0] * 3, rel=1e-15)
+    assert np.all(param[part] < 0)
+    frozen = np.r_[0:2, 5:8]
+    assert not param[frozen].any() and np.all(m[frozen] == 1.0) and np.all(v[frozen] == 1.0)
+    velocity = np.ones(8)
+    sgd_update(param[part], 0.1 * grad[part], velocity[part], lr=0.1, momentum=0.9, weight_decay=0.0)
+    assert velocity.tolist() == pytest.approx([1.0] * 8, rel=1e-15)
