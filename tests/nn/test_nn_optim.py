@@ -292,5 +292,6 @@ def test_c114_momentum_of_a_part_is_updated_in_place(steps):
     frozen = np.r_[0:2, 5:8]
     assert not param[frozen].any() and np.all(m[frozen] == 1.0) and np.all(v[frozen] == 1.0)
     velocity = np.ones(8)
-    sgd_update(param[part], 0.1 * grad[part], velocity[part], lr=0.1, momentum=0.9, weight_decay=0.0)
+    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
+    sgd_update(param[part], 0.1 * grad[part], velocity[part], **settings)
     assert velocity.tolist() == pytest.approx([1.0] * 8, rel=1e-15)
