@@ -7,7 +7,7 @@ of work per microbatch,
 
     n (F + B) + 2 (n - 1) L <= (2 n - 1) (F + B)    as long as    L <= (F + B) / 2
 
-so up to that latency no round trip is waited for. The price: up to 2 n - 1 microbatches are in flight.
+so up to that latency no round trip is waited for. The price: up to 2 n - 1 microbatches in flight.
 """
 
 from mpisim.plan.ops import BackwardStage, ForwardStage
