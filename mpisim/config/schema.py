@@ -133,8 +133,8 @@ class PrecisionSection(Section):
     """Dtype in which gradients are added up over microbatches and ranks; `same` means
     model.dtype."""
     wire: Literal["same", "float32", "float64", "bfloat16", "float16"] = "same"
-    """Dtype of gradients in sums over replicas; `same` means that of `reduce`, in which the two ends
-    of a tied table add theirs up."""
+    """Dtype of gradients in sums over replicas; `same` means that of `reduce`, in which the two
+    ends of a tied table add theirs up."""
     loss_scale: Literal["auto", "none", "static", "dynamic"] = "auto"
     """`static`: backward starts from init_scale times the loss; `dynamic`: a step whose gradients
     are not finite is skipped and the scale lowered; `auto`: dynamic if compute, reduce or wire is
