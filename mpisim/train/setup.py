@@ -355,8 +355,8 @@ class Setup:
                 pipeline=self.pipeline, reduce_dtype=self.policy.reduce,
             )  # fmt: skip
             check_plan(plan)
-            for rank in range(self.mesh.size):
-                # What users' codecs and all-reduces say of their sizes is asked for here, first.
+            # What users' codecs and all-reduces say of their sizes is asked for here, first.
+            for rank in range(self.mesh.size if self.extensions else 0):
                 price_rank(plan, rank)
             self._plans[key] = plan
         return self._plans[key]
